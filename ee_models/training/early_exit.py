@@ -248,7 +248,7 @@ class EarlyExitTask:
         picked = grouped_indices(self._lengths, size, step, self._seed, rank, num_ranks)
         keep = layers_kept(self._dropout, len(picked), self._seed, step, rank)
         drawn = None
-        if self._settings.original_share < 1:
+        if self._settings.target == "self" and self._settings.original_share < 1:
             drawn = torch.rand(len(picked), generator=seeded("originals", self._seed, step, rank))
         return self._split([self._examples[index] for index in picked], device, keep, drawn)
 

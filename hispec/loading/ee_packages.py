@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 import ee_models
+from ee_models.checkpoint.ee_package import INFO as PACKAGE_INFO
 from ee_models.checkpoint.ee_package import EEPackage, PackageError, holds_package
 from ee_models.checkpoint.exit_files import INFO as EXITS_INFO
 from ee_models.checkpoint.exit_files import TENSORS as EXITS_TENSORS
@@ -43,8 +44,8 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
     for it (its own, or `_borrowed_ngrams`); made at first use, then reused. It is made anew with `force`, and
     where it cannot be opened or lacks such files.
 
-    resolve: finds the base model by the name that the package calls it. Raises PackageError, and what
-    `resolve` raises.
+    resolve: finds the base model by the name that the package calls it. Raises PackageError, also for a base
+    that is not to be had.
     """
     package = EEPackage(folder)
     own = [names for names in (_EXITS, _NGRAMS) if (folder / names[0]).exists()]
@@ -60,7 +61,14 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
             with suppress(Timeout, OSError), lock.acquire(timeout=0):
                 remove_stale(made)
         return made
-    base = open_checkpoint(resolve(package.about.base_model.name))
+    name = package.about.base_model.name
+    try:
+        base = open_checkpoint(resolve(name))
+    except CheckpointError as error:
+        raise PackageError(
+            f"{folder} is what changed of {name}, which is not to be had here: {error}; where that is a"
+            f" folder's name, write where it is now into {PACKAGE_INFO}, base_model.name"
+        ) from error
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         with lock:

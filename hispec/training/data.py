@@ -85,19 +85,26 @@ class Text:
 
 
 def make_examples(
-    config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool
+    config: TrainConfig,
+    work: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: bool,
+    only_reads: bool = False,
 ) -> list[Example]:
     """Prompts and answers -> examples, in the order of prompts.jsonl. Finished work is reused.
+
+    only_reads: another process has written everything in `work`, and nothing is written here
 
     Raises ConfigError for sources that can't be read, or that leave no example.
     """
     bad = BadRows(config.data.on_bad_row == "stop")
     # Files first: one that is missing is found before minutes of writing.
     read = [each for source in config.data.prompts if source.path for each in _read_file(source, bad)]
-    prompts = [*_written(config, work, tokenizer, progress), *read]
+    prompts = [*_written(config, work, tokenizer, progress, only_reads), *read]
     random.Random(config.seed).shuffle(prompts)
     asked = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt) and not prompt.has_answer]
-    answered = _answers(config, work, asked, progress)
+    answered = _answers(config, work, asked, progress, only_reads)
     examples: list[Example] = []
     mix = defaultdict[str, list[Example]](list)
     for prompt in prompts:
@@ -170,7 +177,11 @@ def _pieces(
 
 
 def _written(
-    config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool
+    config: TrainConfig,
+    work: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: bool,
+    only_reads: bool = False,
 ) -> Iterator[Prompt]:
     """User turns that the model writes: it is given the chat template up to the user's text, and the
     opening."""
@@ -195,7 +206,7 @@ def _written(
     params = SamplingParams(temperature=config.data.writing_temperature)
     files = work / "written.in.jsonl", work / "written.jsonl"
     seen = set()
-    for row in _generate(config, *files, rows, params, "writing prompts", progress):
+    for row in _generate(config, *files, rows, params, "writing prompts", progress, only_reads):
         if row["error"] is None:
             opening, text = row["metadata"]["opening"], row["outputs"][0]["text"].rstrip()
             # After an opening that ends with a space or line, the text's own would be a second one.
@@ -263,7 +274,7 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
 
 
 def _answers(
-    config: TrainConfig, work: Path, conversations: list[Messages], progress: bool
+    config: TrainConfig, work: Path, conversations: list[Messages], progress: bool, only_reads: bool
 ) -> Iterator[dict[str, Any]]:
     rows = []
     for number, (messages, temperature) in enumerate(
@@ -273,7 +284,7 @@ def _answers(
         rows.append({"id": number, "messages": messages, "sampling": sampling})
     params = SamplingParams(max_tokens=config.data.max_tokens)
     files = work / "prompts.jsonl", work / "answers.jsonl"
-    return _generate(config, *files, rows, params, "answers", progress)
+    return _generate(config, *files, rows, params, "answers", progress, only_reads)
 
 
 def check_model_of_answers(work: Path, checkpoint: Checkpoint) -> None:
@@ -296,10 +307,28 @@ def _generate(
     params: SamplingParams,
     what: str,
     progress: bool,
+    only_reads: bool,
 ) -> Iterator[dict[str, Any]]:
     """Runs `rows` as a job, going on from what `target` holds -> output rows in the order of `rows`."""
     if not rows:
         return
+    if not only_reads:
+        _run_rows(config, source, target, rows, params, what, progress)
+    with target.open(encoding="utf-8") as file:
+        answers = {answer["id"]: answer for answer in map(json.loads, file)}
+    for row in rows:  # the file may hold those of more rows
+        yield answers[row["id"]]
+
+
+def _run_rows(
+    config: TrainConfig,
+    source: Path,
+    target: Path,
+    rows: list[dict[str, Any]],
+    params: SamplingParams,
+    what: str,
+    progress: bool,
+) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(source, lambda draft: draft.write_bytes(text.encode()))
     longest = config.engine.max_model_len or config.data.max_length
@@ -318,10 +347,6 @@ def _generate(
             f"{target} holds what other prompts or settings gave; choose another output.work, or delete the"
             " file"
         ) from error
-    with target.open(encoding="utf-8") as file:
-        answers = {answer["id"]: answer for answer in map(json.loads, file)}
-    for row in rows:  # the file may hold those of more rows
-        yield answers[row["id"]]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

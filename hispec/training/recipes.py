@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from ee_models.checkpoint.exit_files import BaseModelInfo, ExitsFile, fingerprin
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
 from ee_models.checkpoint.ngram_file import save_ngrams
 from ee_models.decoder import Decoder
-from ee_models.errors import TrainingError
+from ee_models.errors import TrainingError, install_command
 from ee_models.exits import head_name
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, check_shape, frequent_tokens
 from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel
-from ee_models.training.examples import Example, split
+from ee_models.training.examples import Example, check_examples, split
 from ee_models.training.hidden_states import StateStore, num_bytes
 from ee_models.training.layerskip import LayerSkipSettings, LayerSkipTask
 from ee_models.training.loop import LoopSettings, Outcome, Task, train
@@ -102,6 +103,20 @@ class Run:
         return digest.hexdigest()
 
 
+def _check_trunk(config: TrainConfig, checkpoint: Checkpoint, lora_rank: int | None) -> None:
+    """Raises ConfigError for a model that cannot be trained itself."""
+    if not Path(checkpoint.path).is_dir():
+        raise ConfigError(
+            f"model: {config.model} is a GGUF file, whose weights are rounded; train the safetensors"
+            " checkpoint that it was made from"
+        )
+    if lora_rank is not None and find_spec("peft") is None:
+        raise ConfigError(
+            f"{config.recipe}.lora_rank={lora_rank} needs the package peft: {install_command('train')}; or"
+            " set it to null to train all weights"
+        )
+
+
 # ---- adapters: exits on a frozen trunk ----
 
 
@@ -117,6 +132,7 @@ def _train_adapters(run: Run) -> Outcome:
     assert adapters is not None
     training, held_out = run.split
     model = checkpoint.config
+    check_examples(training, held_out, model.vocab_size)
     dtype = torch.float32 if run.loop.mixed_precision == "no" else torch.bfloat16
     needed = num_bytes(run.examples, len(adapters.exits), model.hidden_size)
     if needed > adapters.max_states_gb * 1e9:
@@ -179,7 +195,10 @@ def _save_exits(
 def _check_ee(config: TrainConfig, checkpoint: Checkpoint) -> None:
     assert config.ee is not None
     check_exits(config, config.ee.exits, checkpoint)
+    _check_trunk(config, checkpoint, config.ee.lora_rank)
     begun = _begin(config.ee, checkpoint)
+    if begun.package is not None:
+        _check_goes_on(config, config.ee, begun.package)
     for exit_ in config.ee.exits:
         if begun.exits is not None and exit_.init == "trained":
             check_shape(shape_of(exit_, checkpoint), begun.exits)
@@ -199,23 +218,47 @@ class _Beginning:
 
 def _begin(ee: EarlyExitConfig, checkpoint: Checkpoint) -> _Beginning:
     """Raises ExitsError, PackageError or ConfigError for what `ee.init_path` cannot be."""
-    if all(exit_.init != "trained" for exit_ in ee.exits):
+    needs_exits = any(exit_.init == "trained" for exit_ in ee.exits)
+    path = ee.init_path
+    if path is None or not holds_package(expanded(str(path))):
+        if needs_exits:
+            return _Beginning(TrainedExits(checkpoint).file(None if path is None else str(path)))
+        if path is not None:
+            raise ConfigError(
+                f"ee.init_path: {path} is no EE package, and has no effect without an exit of init: trained;"
+                " leave it out"
+            )
         return _Beginning()
-    if ee.init_path is None or not holds_package(expanded(str(ee.init_path))):
-        path = None if ee.init_path is None else str(ee.init_path)
-        return _Beginning(TrainedExits(checkpoint).file(path))
+    package = EEPackage(expanded(str(path)))
+    package.check_base(checkpoint)
+    if needs_exits and package.exits is None:
+        raise ConfigError(f"ee.init_path: {path} holds no exits to begin with; give them another init")
+    return _Beginning(package.exits if needs_exits else None, package)
+
+
+def _check_goes_on(config: TrainConfig, ee: EarlyExitConfig, package: EEPackage) -> None:
+    """Raises ConfigError unless training can go on from `package`, with the next examples if it is to."""
     if ee.lora_rank is None:
         raise ConfigError(
             f"ee.init_path: {ee.init_path} is an EE package, whose low-rank matrices cannot be gone on with"
             " by training all weights; give lora_rank, or train the checkpoint that it makes"
         )
-    package = EEPackage(expanded(str(ee.init_path)))
-    package.check_base(checkpoint)
-    if package.exits is None:
+    first = next(iter(package.low_rank().values()))
+    rank, alpha = len(first.a), first.scale * len(first.a)
+    if (rank, alpha) != (ee.lora_rank, ee.lora_alpha):
         raise ConfigError(
-            f"ee.init_path: {ee.init_path} holds no exits to begin with; give them another init"
+            f"ee.init_path: {ee.init_path} has low-rank matrices of lora_rank={rank} and"
+            f" lora_alpha={alpha:g}, not {ee.lora_rank} and {ee.lora_alpha}; give those"
         )
-    return _Beginning(package.exits, package)
+    recipe = package.about.recipe
+    now = {"seed": config.seed, "batch_size": None if config.loop is None else config.loop.batch_size}
+    for name, value in now.items():
+        if ee.skip_batches and recipe.get(name) != value:
+            raise ConfigError(
+                f"ee.skip_batches={ee.skip_batches}: the training of {ee.init_path} had {name}="
+                f"{recipe.get(name)}, not {value}, and other examples in its batches; give the same, or leave"
+                " skip_batches out"
+            )
 
 
 def _train_ee(run: Run) -> Outcome:
@@ -225,6 +268,13 @@ def _train_ee(run: Run) -> Outcome:
     training, held_out = run.split
     frequent = frequent_tokens(training, model.vocab_size, model.eos_token_ids)
     begun = _begin(ee, checkpoint)
+    known = None if begun.package is None else begun.package.about.data.get("examples")
+    if ee.skip_batches and known is not None and known != len(training):
+        raise ConfigError(
+            f"ee.skip_batches={ee.skip_batches}: the training of {ee.init_path} had {known} examples,"
+            f" this has {len(training)}, and others in its batches; give the same `data`, or leave"
+            " skip_batches out"
+        )
     modules = [
         make_adapter(exit_, exit_.init, checkpoint, frequent, config.seed, begun.exits) for exit_ in ee.exits
     ]
@@ -277,9 +327,12 @@ def _save_ee(
             data=describe_data(config, run.split[0]),
             held_out=last,
         )
-        with tempfile.TemporaryDirectory(dir=path) as made:
-            # Exits belong to the merged model, which is told by its weights.
-            model = package.make_checkpoint(run.checkpoint, Path(made))
+        with tempfile.TemporaryDirectory(dir=path) as work:
+            # Exits belong to the merged model, which is told by its weights. In a folder of its own, since a
+            # temporary one is private, and a copy of it would be.
+            made = Path(work) / "model"
+            made.mkdir()
+            model = package.make_checkpoint(run.checkpoint, made)
             _save_exits(run, folder, modules, outcome, "exit_{}_", name, model, recipe)
 
             def write_model(target: Path) -> None:
@@ -298,6 +351,7 @@ def _save_ee(
 def _check_layerskip(config: TrainConfig, checkpoint: Checkpoint) -> None:
     if config.layerskip is None:
         raise ConfigError("recipe: layerskip needs `layerskip` with its settings ({} takes the defaults)")
+    _check_trunk(config, checkpoint, config.layerskip.lora_rank)
 
 
 def _train_layerskip(run: Run) -> Outcome:

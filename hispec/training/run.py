@@ -6,9 +6,13 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from ee_models.checkpoint.loader import load_tokenizer
 from ee_models.errors import install_command
+from ee_models.training.examples import Example
 from ee_models.training.loop import CHECKPOINT, LOG, Outcome
 
 from ..errors import ConfigError
@@ -16,6 +20,9 @@ from ..loading.target_model import open_model
 from .data import check_model_of_answers, make_examples
 from .recipes import RECIPES, Run
 from .schema import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def run_training(
     folder, work = config.output.path, config.output.work or config.output.path / "work"
     _prepare(config, work)
     check_model_of_answers(work, checkpoint)
-    examples = make_examples(config, work, tokenizer, progress=progress)
+    examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
     if config.output.overwrite and not only_data and not only_export:
         _forget(folder)  # not before its data is there: a path that is wrong costs no training
     num_tokens = sum(len(example.token_ids) for example in examples)
@@ -74,6 +81,21 @@ def run_training(
         return None
     outcome = recipe.train(Run(config, checkpoint, examples, work, progress, only_export))
     return TrainReport(folder, len(examples), num_tokens, outcome)
+
+
+def _make_examples(
+    config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool, alone: bool
+) -> list[Example]:
+    """Of several processes the first writes, and the others read then. alone: there is one."""
+    if alone:
+        return make_examples(config, work, tokenizer, progress=progress)
+    from accelerate import PartialState
+
+    # Also chooses the GPU of each process.
+    state = PartialState(cpu=config.engine.device == "cpu" or not torch.cuda.is_available())
+    with state.main_process_first():
+        only_reads = not state.is_main_process
+        return make_examples(config, work, tokenizer, progress=progress, only_reads=only_reads)
 
 
 def _forget(folder: Path) -> None:

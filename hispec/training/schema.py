@@ -178,8 +178,6 @@ class EarlyExitConfig(Settings):
             )
         if self.target == "labels" and self.original_share < 1:
             raise ValueError("`original_share` has no effect with target: labels; leave it out")
-        if self.init_path is not None and all(exit_.init != "trained" for exit_ in self.exits):
-            raise ValueError("`init_path` has no effect without an exit of init: trained; leave it out")
         return self
 
 

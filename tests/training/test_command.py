@@ -18,12 +18,13 @@ from torch import Tensor
 import ee_models.training.hidden_states as states_module
 import hispec.training.recipes as recipes_module
 from ee_models.checkpoint.exit_files import INFO, TENSORS, ExitsFile
-from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
 from hispec.cli import main
 from hispec.errors import ConfigError
 from hispec.loading.target_model import open_model
+from hispec.training.data import make_examples
 from hispec.training.run import run_training
 from hispec.training.schema import load_training
 from tests.helpers.tiny import tiny_checkpoint
@@ -243,6 +244,34 @@ def test_an_interrupt_says_how_to_go_on(
     assert capsys.readouterr().err == f"\nInterrupted. What is done is in {tmp_path / 'out'}; {way_on}\n"
     assert train(config, "--set", "output.resume=true") == 130
     assert "the same command goes on from there" in capsys.readouterr().err
+
+
+def test_other_processes_read_what_the_first_has_written(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two may not hold one file of answers."""
+    path = write_config(tmp_path, model)
+    assert train(path, "--only-data") == 0
+    config = load_training(path, [])
+    tokenizer = load_tokenizer(open_checkpoint(model))
+    assert tokenizer is not None
+    work = tmp_path / "out" / "work"
+    written = make_examples(config, work, tokenizer, progress=False)
+    monkeypatch.setattr("hispec.training.data.run_job", None)
+    assert make_examples(config, work, tokenizer, progress=False, only_reads=True) == written
+
+
+def test_nothing_left_to_train_on_is_said_before_states_are_computed(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Examples that equal a held-out one are not trained on."""
+    row = {"messages": [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Nothing."}]}
+    config = write_config(
+        tmp_path, model, data={"prompts": [{"path": "same.jsonl"}], "max_length": 100, "held_out": 1}
+    )
+    (tmp_path / "same.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    assert train(config) == 2 and "there are no examples to train on" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "work" / "states").exists()
 
 
 def test_data_alone_and_then_the_rest(tmp_path: Path, model: Path, trained: Path) -> None:

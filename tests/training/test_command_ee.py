@@ -283,7 +283,9 @@ def test_a_checkpoint_is_of_what_training_began_with(
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"lora_rank": 3}, "of rank 4, scaled by 8, where lora_rank is 3 and lora_alpha / lora_rank is 10"),
+        ({"lora_rank": 3}, "low-rank matrices of lora_rank=4 and lora_alpha=32, not 3 and 32; give those"),
+        ({**EE, "init_path": "somewhere"}, "is no EE package, and has no effect without an exit of init: tr"),
+        ({"lora_alpha": 16}, "low-rank matrices of lora_rank=4 and lora_alpha=32, not 4 and 16; give those"),
         ({"lora_rank": None}, "whose low-rank matrices cannot be gone on with by training all weights"),
         ({"exits": [{"layer": 2, "init": "trained", "num_blocks": 2}]}, "num_blocks=1, the one to train 2"),
     ],
@@ -298,6 +300,63 @@ def test_a_package_of_another_kind_is_no_beginning(
 ) -> None:
     ee = GOES_ON | {"init_path": str(trained / "package")} | changes
     assert train(write(tmp_path, model, ee)) == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "before anything was answered"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "had seed=0, not 1"),
+        ({"loop": {"num_steps": 2, "batch_size": 5}}, "had batch_size=4, not 5"),
+        ({"data": {"prompts": ANSWERED, "max_length": 100, "held_out": 3}}, "had 10 examples, this has 9"),
+    ],
+)
+def test_batches_that_were_others_are_not_passed_over(
+    trained: Path,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    ee = GOES_ON | {"init_path": str(trained / "package"), "skip_batches": 6}
+    assert train(write(tmp_path, model, ee, **changes)) == 2 and message in capsys.readouterr().err
+
+
+def test_new_exits_may_be_trained_over_a_packages_trunk(trained: Path, model: Path, tmp_path: Path) -> None:
+    package = tmp_path / "package"  # which may have none itself
+    package.mkdir()
+    for name in (INFO, TENSORS):
+        shutil.copyfile(trained / "package" / name, package / name)
+    no_learning = {"num_steps": 1, "batch_size": 4, "learning_rate": 1e-12}
+    assert train(write(tmp_path, model, EE | {"init_path": str(package)}, loop=no_learning)) == 0
+    before, after = (load_file(folder / TENSORS) for folder in (package, tmp_path / "out" / "package"))
+    assert all(torch.equal(before[each], after[each]) for each in before)
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is_answered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hispec.training.recipes.find_spec", lambda name: None)
+    assert train(write(tmp_path, model, EE)) == 2
+    assert "ee.lora_rank=4 needs the package peft" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_is_for_all_who_may_read_the_folder(trained: Path) -> None:
+    modes = {(trained / name).stat().st_mode for name in ("model", "package")}
+    assert modes == {trained.stat().st_mode}
+
+
+def test_a_package_whose_base_is_nowhere_says_so(trained: Path, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(trained / "package", package)
+    about = json.loads((package / INFO).read_text())
+    about["base_model"]["name"] = "models/base"
+    (package / INFO).write_text(json.dumps(about))
+    words = r"is what changed of models/base, which is not to be had here: .* into ee.json, base_model.name"
+    with pytest.raises(PackageError, match=words):
+        resolve_model(str(package))
 
 
 def test_a_package_of_another_model_is_no_beginning(
@@ -312,7 +371,6 @@ def test_a_package_of_another_model_is_no_beginning(
     "changes,message",
     [
         ({"ee": EE | {"target": "self", "lora_rank": None}}, "give lora_rank"),
-        ({"ee": EE | {"init_path": "somewhere"}}, "has no effect without an exit of init: trained"),
         ({"ee": "left out"}, "recipe: ee needs `ee` with the exits to train"),
         ({"ee": EE | {"exits": [{"layer": 2}, {"layer": 2}]}}, "exits must be at different layers"),
         ({"layerskip": {}}, "`layerskip` has no effect with recipe: ee"),

@@ -23,6 +23,7 @@ from ee_models.training.early_exit import (
     EarlyExitTask,
     ExitingModel,
     MicroBatch,
+    Target,
     likeliest,
 )
 from ee_models.training.examples import Example, grouped_indices
@@ -256,8 +257,11 @@ def test_rows_that_are_not_compared_pass_deep_layers_without_a_gradient(
             torch.testing.assert_close(group, other, atol=1e-6, rtol=1e-4)
 
 
-def test_with_all_rows_compared_none_is_kept_apart(checkpoint: Checkpoint) -> None:
-    settings = replace(SETTINGS, target="self", original_share=0.9, max_pass_tokens=256)
+@pytest.mark.parametrize(("target", "share"), [("self", 0.9), ("labels", 0.1)])
+def test_where_the_last_layer_learns_from_all_rows_none_is_kept_apart(
+    checkpoint: Checkpoint, target: Target, share: float
+) -> None:
+    settings = replace(SETTINGS, target=target, original_share=share, max_pass_tokens=256)
     parts = make_task(checkpoint, settings).micro_batches(0, 0, 1, CPU)
     assert [part.compared for part in parts] == [None] * len(parts)
 
