@@ -244,11 +244,11 @@ def _check_goes_on(config: TrainConfig, ee: EarlyExitConfig, package: EEPackage)
             " by training all weights; give lora_rank, or train the checkpoint that it makes"
         )
     first = next(iter(package.low_rank().values()))
-    rank, alpha = len(first.a), first.scale * len(first.a)
-    if (rank, alpha) != (ee.lora_rank, ee.lora_alpha):
+    rank = len(first.a)
+    if (rank, first.scale) != (ee.lora_rank, ee.lora_alpha / ee.lora_rank):
         raise ConfigError(
             f"ee.init_path: {ee.init_path} has low-rank matrices of lora_rank={rank} and"
-            f" lora_alpha={alpha:g}, not {ee.lora_rank} and {ee.lora_alpha}; give those"
+            f" lora_alpha={first.scale * rank:g}, not {ee.lora_rank} and {ee.lora_alpha}; give those"
         )
     recipe = package.about.recipe
     now = {"seed": config.seed, "batch_size": None if config.loop is None else config.loop.batch_size}
