@@ -277,7 +277,8 @@ def test_a_checkpoint_is_of_what_training_began_with(
     shutil.rmtree(package)
     shutil.copytree(tmp_path / "other" / "out" / "package", package)
     capsys.readouterr()
-    assert train(config) == 2 and "other" in capsys.readouterr().err
+    resume = ("--set", "output.resume=true")
+    assert train(config, *resume) == 2 and "belongs to another run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
