@@ -184,23 +184,17 @@ class Trunk(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, low_rank: Mapping[str, LowRank]) -> None:
-        """Has LoRA begin as `low_rank`. Raises TrainingError for changes of other weights, or of another rank
-        or scale."""
-        own = self.low_rank()
-        if own.keys() != low_rank.keys():
-            (name, *_) = sorted(own.keys() ^ low_rank.keys())
+        """Has LoRA begin as `low_rank`, of its own rank and scale. Raises TrainingError for changes of other
+        weights."""
+        lora = self._lora()
+        if lora.keys() != low_rank.keys():
+            (name, *_) = sorted(lora.keys() ^ low_rank.keys())
             raise TrainingError(
                 f"cannot begin with the given low-rank changes: {name} is changed by these or by this"
                 " training, not by both; train without them"
             )
-        for name, module in self._lora().items():
+        for name, module in lora.items():
             given = low_rank[name]
-            if (len(given.a), given.scale) != (len(own[name].a), own[name].scale):
-                raise TrainingError(
-                    f"cannot begin with low-rank changes of rank {len(given.a)}, scaled by"
-                    f" {given.scale:g}, where lora_rank is {len(own[name].a)} and lora_alpha / lora_rank is"
-                    f" {own[name].scale:g}; give lora_rank and lora_alpha that fit them"
-                )
             module.lora_A["default"].weight.copy_(given.a)
             module.lora_B["default"].weight.copy_(given.b)
 

@@ -313,33 +313,27 @@ def _generate(
     if not rows:
         return
     if not only_reads:
-        _run_rows(config, source, target, rows, params, what, progress)
+        longest = config.engine.max_model_len or config.data.max_length
+        job = Job(
+            model=config.model,
+            engine=EngineConfig.model_validate(config.engine.model_dump() | {"max_model_len": longest}),
+            sampling=params,
+            input=InputConfig(path=source),
+            output=OutputConfig(path=target, resume=True, echo_input=False, token_ids=True),
+        )
+        print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
+        _run_rows(job, source, rows, progress)
     with target.open(encoding="utf-8") as file:
         answers = {answer["id"]: answer for answer in map(json.loads, file)}
     for row in rows:  # the file may hold those of more rows
         yield answers[row["id"]]
 
 
-def _run_rows(
-    config: TrainConfig,
-    source: Path,
-    target: Path,
-    rows: list[dict[str, Any]],
-    params: SamplingParams,
-    what: str,
-    progress: bool,
-) -> None:
+def _run_rows(job: Job, source: Path, rows: list[dict[str, Any]], progress: bool) -> None:
+    """Writes `rows` to `source`, the job's input, and runs it."""
+    target = job.output.path
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(source, lambda draft: draft.write_bytes(text.encode()))
-    longest = config.engine.max_model_len or config.data.max_length
-    job = Job(
-        model=config.model,
-        engine=EngineConfig.model_validate(config.engine.model_dump() | {"max_model_len": longest}),
-        sampling=params,
-        input=InputConfig(path=source),
-        output=OutputConfig(path=target, resume=True, echo_input=False, token_ids=True),
-    )
-    print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
     try:
         run_job(job, progress=progress)
     except AnotherJobsOutput as error:

@@ -266,6 +266,15 @@ def test_where_the_last_layer_learns_from_all_rows_none_is_kept_apart(
     assert [part.compared for part in parts] == [None] * len(parts)
 
 
+def test_low_rank_changes_of_other_weights_are_no_beginning(checkpoint: Checkpoint) -> None:
+    trunk, before = make_task(checkpoint).module, shaken(make_task(checkpoint)).module.low_rank()
+    trunk.begin_as(before)
+    assert all(torch.equal(change.b, before[name].b) for name, change in trunk.low_rank().items())
+    name, _ = before.popitem()
+    with pytest.raises(TrainingError, match=f"{name} is changed by these or by this training, not by both"):
+        trunk.begin_as(before)
+
+
 def test_batches_that_an_earlier_run_has_seen_are_passed_over(checkpoint: Checkpoint) -> None:
     settings = replace(SETTINGS, dropout_max=0.5)
     whole, later = (make_task(checkpoint, replace(settings, skip_batches=skipped)) for skipped in (0, 5))
