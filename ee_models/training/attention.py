@@ -7,11 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NAME = "hispec_causal"  # among transformers' attention functions
 # On a CPU, in bfloat16, products and a softmax of short rows take a third of the fused kernel's time; beyond
 # this length whole score matrices take more memory than they save time.
 _SHORT = 512
+# cuDNN's would plan anew for each shape of rows, which takes longer than a step: ours have many.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _SPLIT = 128  # longer rows in two parts, of which the first leaves the keys of the second alone
 
 
@@ -37,7 +40,8 @@ def causal_attention(
             band = ones.tril() & ~ones.tril(-window)
         # Rotation leaves q and k in float32 where the products are in bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
+        with sdpa_kernel(_KERNELS):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
         return out.transpose(1, 2).contiguous()
     if length > _SPLIT:
         parts = [_attend(q, k, v, scale, *part) for part in ((0, _SPLIT), (_SPLIT, length))]

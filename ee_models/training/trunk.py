@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
 from ..checkpoint.loader import open_checkpoint
@@ -124,11 +125,27 @@ class Trunk(nn.Module):
     ) -> dict[int, Tensor]:
         """layer -> its output [rows * q_len, hidden], ahead of the final norm; learning: which rows have a
         gradient there, None = all."""
-        with _watched(self.model.base_model.layers, batch.keep, layers, learning) as found:
-            self.model.base_model(
-                input_ids=batch.token_ids, attention_mask=batch.attention_mask, use_cache=False
-            )
+        base = self.model.base_model
+        inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
+        weights = self._merged_weights() if _merges_lora(batch) else {}
+        with _watched(base.layers, batch.keep, layers, learning) as found, ExitStack() as merged:
+            if weights:
+                merged.enter_context(self.without_lora())
+            functional_call(base, weights, (), inputs)
         return {layer: hidden.flatten(0, 1) for layer, hidden in found.items()}
+
+    def _merged_weights(self) -> dict[str, Tensor]:
+        """By their names: the weights with what LoRA adds to them now, from which gradients reach it; none
+        where it is off."""
+        return {
+            f"{name}.base_layer.weight": torch.addmm(
+                module.base_layer.weight,
+                module.lora_B["default"].weight * module.scaling["default"],
+                module.lora_A["default"].weight,
+            )
+            for name, module in self.model.base_model.named_modules()
+            if hasattr(module, "get_delta_weight") and not module.disable_adapters
+        }
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] -> the same through the final norm: what the head reads."""
@@ -261,6 +278,13 @@ def _watched(
         for layer, module in enumerate(layers):
             hooks.callback(module.register_forward_hook(watch(layer), with_kwargs=True).remove)
         yield found
+
+
+def _merges_lora(batch: Batch) -> bool:
+    """Whether LoRA is added to the weights, once a pass, not to each product. That takes a gradient of whole
+    weights, half as many products again: worth it on a GPU, which spends most of its time between products,
+    and not on a CPU."""
+    return batch.token_ids.is_cuda
 
 
 def layers_kept(rates: list[float], num_rows: int, seed: int, step: int, rank: int) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
 from ee_models.errors import TrainingError
+from ee_models.training import trunk
 from ee_models.training.early_exit import (
     EarlyExitSettings,
     EarlyExitTask,
@@ -255,6 +256,23 @@ def test_rows_that_are_not_compared_pass_deep_layers_without_a_gradient(
         torch.testing.assert_close(values, each)
         for group, other in zip(gradients(task, loss), gradients(task, expected), strict=True):
             torch.testing.assert_close(group, other, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["self", "labels"])
+def test_lora_that_is_added_to_the_weights_learns_as_beside_them(
+    checkpoint: Checkpoint, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = 0.3 if target == "self" else 1.0
+    task = shaken(make_task(checkpoint, replace(SETTINGS, target=target, original_share=share)))
+    figures, learnt = [], []
+    for merges in (False, True):
+        monkeypatch.setattr(trunk, "_merges_lora", lambda batch, merges=merges: merges)
+        losses = [task.module(part) for part in task.micro_batches(1, 0, 1, CPU)]
+        figures.append([*losses, task.evaluate(CPU)])
+        learnt.append([each for loss, _ in losses for group in gradients(task, loss) for each in group])
+    torch.testing.assert_close(figures[1], figures[0], atol=1e-5, rtol=1e-5)
+    for within, beside in zip(learnt[1], learnt[0], strict=True):  # sums in another order
+        assert (within - beside).norm() <= 1e-3 * beside.norm()
 
 
 @pytest.mark.parametrize(("target", "share"), [("self", 0.9), ("labels", 0.1)])
