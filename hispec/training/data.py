@@ -64,15 +64,21 @@ class BadRows:
 @dataclass(frozen=True)
 class Prompt:
     """A conversation, with its answer or up to where the model is to answer, and where it came from: its
-    source, and the place in it."""
+    source, and the place in it. output: of the job that has answered it, if one has."""
 
     messages: Messages
     source: str
     where: str
+    output: dict[str, Any] | None = None
 
     @property
     def has_answer(self) -> bool:
+        """Whether the conversation ends with it."""
         return self.messages[-1]["role"] == "assistant"
+
+    @property
+    def is_asked(self) -> bool:
+        return self.output is None and not self.has_answer
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def make_examples(
     read = [each for source in config.data.prompts if source.path for each in _read_file(source, bad)]
     prompts = [*_written(config, work, tokenizer, progress, only_reads), *read]
     random.Random(config.seed).shuffle(prompts)
-    asked = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt) and not prompt.has_answer]
+    asked = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt) and prompt.is_asked]
     answered = _answers(config, work, asked, progress, only_reads)
     examples: list[Example] = []
     mix = defaultdict[str, list[Example]](list)
@@ -135,13 +141,13 @@ def _examples(
         yield from _pieces(prompt, tokenizer, config.data.max_length, bad)
         return
     messages = prompt.messages
-    if prompt.has_answer:
+    if prompt.output is None and prompt.has_answer:
         response = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
         if tokenizer.eos_token_id is not None:
             response.append(tokenizer.eos_token_id)
         messages = messages[:-1]
     else:
-        row = next(answered)
+        row = next(answered) if prompt.output is None else prompt.output
         if row["error"] is not None:
             bad.add(prompt.where, row["error"]["message"])
             return
@@ -231,9 +237,12 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
             f"data.prompts: {path} has no rows; it needs one JSON object per line, such as"
             f' {{"{source.text or source.field}": "Hello"}}'
         )
+    outputs = None if source.outputs is None else _read_outputs(source.outputs)
+    index = -1
     for number, raw in enumerate(lines[: source.limit], start=1):
         if not raw.strip():
             continue
+        index += 1
         where = f"{path}, line {number}"
         try:
             row = json.loads(raw)
@@ -247,13 +256,18 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
             except (ConfigError, TypeError) as error:
                 bad.add(where, f"messages: {error}")
                 continue
-            if messages and messages[-1]["content"].strip():
-                yield Prompt(messages, str(path), where)
+            if outputs is not None and index not in outputs:
+                bad.add(where, f"{source.outputs} has no output of it; go on with the job, or set `limit`")
+            elif messages and messages[-1]["content"].strip():
+                yield Prompt(messages, str(path), where, None if outputs is None else outputs[index])
             elif not messages:
                 bad.add(where, "messages: there is none")
             else:
                 is_answer = messages[-1]["role"] == "assistant"
                 bad.add(where, f"the {'response' if is_answer else 'last message'} is empty")
+            continue
+        if outputs is not None:
+            bad.add(where, "responses of `outputs` are to `messages`, and this row has none")
             continue
         fields = {"user": source.text or source.field}
         if source.answer is not None:
@@ -271,6 +285,34 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             other = "" if source.text else " (or `messages`)"
             bad.add(where, f"needs a non-empty string in field {fields[empty[0]]!r}{other}; it has: {has}")
+
+
+def _read_outputs(path: Path) -> dict[int, dict[str, Any]]:
+    """The rows of a job's output by the index of their input. Raises ConfigError for a file that is none, or
+    that has no tokens."""
+    rows = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"data.prompts: cannot read outputs {path}: {error.strerror}; mend the path"
+        ) from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            rows[row["index"]] = row
+            without = row["error"] is None and "token_ids" not in row["outputs"][0]
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise ConfigError(
+                f"data.prompts: outputs {path}, line {number}, is no output of `hispec run`; give the file"
+                " that a job has written in JSONL"
+            ) from None
+        if without:
+            raise ConfigError(
+                f"data.prompts: outputs {path}, line {number}, has no token_ids; run the job with"
+                " output.token_ids: true"
+            )
+    return rows
 
 
 def _answers(

@@ -23,6 +23,8 @@ class PromptSource(Settings):
                 message is the assistant's, it is taken as the response
     limit       use this many rows from the start; None = all
     answer      the string that is its response; None = the model answers
+    outputs     the output of a job (`hispec run` with output.token_ids) whose one input was `path`: responses
+                are what that wrote, token for token, as another training's work/answers.jsonl has them too
     text        instead of a prompt, the string that is a text: every token of it is learnt, in pieces of
                 data.max_length, without the chat template
     opening     the model writes the user's turn, which begins with this, as it stands ("" = with nothing)
@@ -32,6 +34,7 @@ class PromptSource(Settings):
     path: FilePath | None = None
     field: Annotated[str, Field(min_length=1)] = "prompt"
     answer: Annotated[str, Field(min_length=1)] | None = None
+    outputs: FilePath | None = None
     text: Annotated[str, Field(min_length=1)] | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
     opening: str | None = None
@@ -44,11 +47,15 @@ class PromptSource(Settings):
             raise ValueError(
                 "a source of prompts needs either `path` (a file) or `opening` (the model writes them)"
             )
-        for name in ("answer", "text"):
+        for name in ("answer", "outputs", "text"):
             if self.opening is not None and getattr(self, name) is not None:
-                raise ValueError(f"`{name}` names a field of a file; the model answers an `opening` itself")
-        if self.text is not None and (self.answer is not None or "field" in self.model_fields_set):
-            raise ValueError("`text` is learnt as it stands; leave out `field` and `answer`")
+                raise ValueError(f"`{name}` belongs to a file; the model answers an `opening` itself")
+        if self.text is not None and (self.answer or self.outputs or "field" in self.model_fields_set):
+            raise ValueError("`text` is learnt as it stands; leave out `field`, `answer` and `outputs`")
+        if self.answer is not None and self.outputs is not None:
+            raise ValueError(
+                "responses are either a field of the file, `answer`, or `outputs` of a job; leave one out"
+            )
         if (self.opening is None) != (self.count is None):
             raise ValueError("`count` says how many prompts of an `opening` are written; the two go together")
         return self
@@ -287,4 +294,5 @@ class TrainConfig(Settings):
 def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """The training file at `path`; files of prompts lie relative to it. Raises ConfigError with all that is
     wrong."""
-    return load_settings(TrainConfig, Path(path), overrides, [("data", "prompts", "*", "path")])
+    files = [("data", "prompts", "*", name) for name in ("path", "outputs")]
+    return load_settings(TrainConfig, Path(path), overrides, files)

@@ -512,7 +512,7 @@ def test_a_text_is_learnt_as_it_stands_in_pieces(
     assert "line 4: needs a non-empty string in field 'body'; it has: text" in err
 
 
-@pytest.mark.parametrize("other", [{"field": "prompt"}, {"answer": "reply"}])
+@pytest.mark.parametrize("other", [{"field": "prompt"}, {"answer": "reply"}, {"outputs": "out.jsonl"}])
 def test_a_text_has_neither_prompt_nor_answer(tmp_path: Path, model: Path, other: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="`text` is learnt as it stands; leave out `field` and `answer`"):
+    with pytest.raises(ConfigError, match="`text` is learnt as it stands; leave out `field`, `answer` and"):
         make_config(model, tmp_path, [{"path": "x.jsonl", "text": "body", **other}])
