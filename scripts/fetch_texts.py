@@ -15,7 +15,8 @@ Texts to learn as they stand ({path: prose.jsonl, text: text}), each at most CHA
 Prompts that the model answers itself ({path: prompts_chat.jsonl}), from other parts of the same texts:
 
     prompts_summary, prompts_text (a text and a question on it), prompts_question, prompts_translation,
-    prompts_chat, prompts_code
+    prompts_chat, prompts_code, prompts_long (to summarize), prompts_passages (several, and a question),
+    prompts_german (to translate)
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # from a checkout, without a
 from texts.archives import (
     CHITCHAT,
     GUTENBERG,
+    HOME,
     MAX_MEMBER_BYTES,
     RIGHTS,
     SPEECHES,
@@ -52,6 +54,9 @@ from texts.cleaning import Row, distinct, sample
 from texts.prompts import (
     chats,
     code_prompts,
+    german,
+    long_summaries,
+    passages,
     questions,
     summaries,
     text_of_prompt,
@@ -82,11 +87,14 @@ class Sources:
         return dict(json.loads(content))
 
     @cached_property
-    def encyclopedia(self) -> list[Row]:
+    def dump(self) -> str:
         ((_, content),) = self.members(WIKIPEDIA)
         with gzip.open(io.BytesIO(content)) as file:
-            dump = file.read(MAX_MEMBER_BYTES).decode("utf-8", "replace")
-        rows = distinct(encyclopedia(dump, 3, self.seed), lambda row: str(row["text"]))
+            return file.read(MAX_MEMBER_BYTES).decode("utf-8", "replace")
+
+    @cached_property
+    def encyclopedia(self) -> list[Row]:
+        rows = distinct(encyclopedia(self.dump, 3, self.seed), lambda row: str(row["text"]))
         return list(islice(rows, MAX_TEXTS + 3 * MAX_PROMPTS))
 
     def prompts(self, make: Callable[[list[Row], random.Random], Iterator[Row]], part: int) -> Iterator[Row]:
@@ -147,6 +155,21 @@ TARGETS = {
     ),
     "prompts_chat": Target(
         "a chat up to the user's turn", CHITCHAT, lambda of: chats(of.chitchat, of.random), is_prompts=True
+    ),
+    "prompts_long": Target(
+        "summarize this long text",
+        WIKIPEDIA,
+        lambda of: long_summaries(of.dump, of.random, of.seed),
+        is_prompts=True,
+    ),
+    "prompts_passages": Target(
+        "several passages and a question",
+        WIKIPEDIA,
+        lambda of: passages(of.encyclopedia[:MAX_TEXTS], of.random),
+        is_prompts=True,
+    ),
+    "prompts_german": Target(
+        "German to English", HOME, lambda of: german(of.members(HOME), of.random), is_prompts=True
     ),
     "prompts_code": Target(
         "signature and docstring of a function",

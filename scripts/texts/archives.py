@@ -79,6 +79,15 @@ RIGHTS = Package(
     "package/declaration/*.html",
     "MIT; the declaration is free to reproduce",
 )
+HOME = Package(
+    "pip",
+    "homeassistant",
+    "2025.4.4",
+    "homeassistant-2025.4.4-py3-none-any.whl",
+    "b7970fe3ce3a9d032a3a5dee3cbf71b227e7f23fad14a23855ee252542ef2631",
+    "homeassistant/components/*/translations/de.json",
+    "Apache-2.0",
+)
 # pip's command line builds an sdist's metadata, which runs code of the package. Its own finder and session,
 # with all of its settings, only load the file.
 _PIP = """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import html
+import json
 import random
 import re
 from collections.abc import Iterable, Iterator
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path, PurePosixPath
 
-from .cleaning import Row, cut
-from .sources import conversations, functions
+from .cleaning import Row, cut, is_prose
+from .sources import articles, conversations, functions
 
 PROMPT_CHARS = 1000  # of a text in a prompt, which leaves room for the answer
+LONG_CHARS = 3200  # of a long one: some 750 tokens
 
 _SUMMARY = (
     "Summarize: {}",
@@ -73,6 +75,43 @@ def text_questions(rows: Iterable[Row], rng: random.Random) -> Iterator[Row]:
         yield prompt("text", text, title=row["title"])
 
 
+def long_summaries(dump: str, rng: random.Random, seed: int) -> Iterator[Row]:
+    """One long text an article, where it has one."""
+    for title, paragraphs in articles(dump, seed):
+        for text in islice(cut(paragraphs, LONG_CHARS), 1):
+            if len(text) >= LONG_CHARS // 2 and is_prose(text):
+                yield prompt("long", rng.choice(_SUMMARY).format(text), title=title)
+
+
+def passages(rows: list[Row], rng: random.Random) -> Iterator[Row]:
+    """A question after several passages, of which one or two are on what it asks."""
+    for here, row in enumerate(rows):
+        others = [rows[rng.randrange(len(rows))] for _ in range(rng.randint(1, 3))]
+        near = [each for each in rows[here + 1 : here + 2] if each["title"] == row["title"]]
+        chosen = [row, *near, *others]
+        rng.shuffle(chosen)
+        texts = [f"{each['title']} {_shorter(each['text'], LONG_CHARS // len(chosen))}" for each in chosen]
+        form = rng.choice(_OF_THINGS[:3] + _ON_TEXT)
+        yield prompt("passages", "\n".join([*texts, form.format(row["title"])]), title=row["title"])
+
+
+_PLACEHOLDER = re.compile(r"[{}\[\]<>`*]|http")
+
+
+def german(files: Iterable[tuple[str, bytes]], rng: random.Random) -> Iterator[Row]:
+    """Sentences of a program's German texts."""
+
+    def strings(value: object) -> Iterator[str]:
+        for each in value.values() if isinstance(value, dict) else ():
+            yield from [each] if isinstance(each, str) else strings(each)
+
+    for _, content in files:
+        found = (re.sub(r"\s+", " ", text).strip() for text in strings(json.loads(content)))
+        kept = [text for text in found if 50 <= len(text) <= 400 and not _PLACEHOLDER.search(text)]
+        for text in rng.sample(kept, min(20, len(kept))):
+            yield prompt("translation", rng.choice(_TO_ENGLISH).format("German", text), language="German")
+
+
 def questions(rows: Iterable[Row], rng: random.Random) -> Iterator[Row]:
     """On what articles are about, if their first sentence says what it is."""
     for row in rows:
@@ -127,5 +166,5 @@ def code_prompts(folder: Path, rng: random.Random) -> Iterator[Row]:
             yield prompt("code", rng.choice(_CODE).format(head), title=module)
 
 
-def _shorter(text: str) -> str:
-    return next(cut(text.split("\n\n"), PROMPT_CHARS), text[:PROMPT_CHARS])
+def _shorter(text: str, max_chars: int = PROMPT_CHARS) -> str:
+    return next(cut(text.split("\n\n"), max_chars), text[:max_chars])
