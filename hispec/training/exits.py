@@ -109,7 +109,7 @@ def describe_data(config: TrainConfig, training: Sequence[Example]) -> dict[str,
 
 
 def _describe(source: dict[str, Any]) -> dict[str, Any]:
-    """A source of prompts, without its file's folder."""
+    """A source of prompts, without its files' folders."""
     if "path" in source:
-        return source | {"path": Path(source["path"]).name}
+        return {name: each.name if isinstance(each, Path) else each for name, each in source.items()}
     return {name: value for name, value in source.items() if name != "field"}
