@@ -562,7 +562,10 @@ def test_what_is_no_output_of_a_job_ends_the_run(
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"path": "a.jsonl", "answer": "reply", "outputs": "b.jsonl"}, "responses are either a field of the file"),
+        (
+            {"path": "a.jsonl", "answer": "reply", "outputs": "b.jsonl"},
+            "responses are either a field of the file",
+        ),
         ({"opening": "", "count": 1, "outputs": "b.jsonl"}, "`outputs` belongs to a file"),
     ],
 )
