@@ -105,6 +105,27 @@ FAULTS = (
         EARLY_EXIT,
     ),
     Fault(
+        "LoRA that is added to the weights is not scaled",
+        "ee_models/training/trunk.py",
+        'module.lora_B["default"].weight * module.scaling["default"],',
+        'module.lora_B["default"].weight,',
+        EARLY_EXIT,
+    ),
+    Fault(
+        "LoRA that is added to the weights is in the original, too",
+        "ee_models/training/trunk.py",
+        'if hasattr(module, "get_delta_weight") and not module.disable_adapters',
+        'if hasattr(module, "get_delta_weight")',
+        EARLY_EXIT,
+    ),
+    Fault(
+        "outputs are taken in the order in which they were written",
+        "hispec/training/data.py",
+        'rows[row["index"]] = row',
+        "rows[len(rows)] = row",
+        ("tests/training/test_data.py",),
+    ),
+    Fault(
         "training that goes on from a package leaves its matrices behind",
         "hispec/training/recipes.py",
         "module.begin_as(begun.package.low_rank())",
