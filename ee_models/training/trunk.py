@@ -136,7 +136,7 @@ class Trunk(nn.Module):
 
     def _merged_weights(self) -> dict[str, Tensor]:
         """By their names: the weights with what LoRA adds to them now, from which gradients reach it; none
-        where it is off."""
+        where it is off. In mixed precision they are rounded to bfloat16, as in a checkpoint of that."""
         return {
             f"{name}.base_layer.weight": torch.addmm(
                 module.base_layer.weight,

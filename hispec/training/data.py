@@ -26,8 +26,9 @@ from ee_models.training.loop import write_atomically
 
 from ..config import EngineConfig
 from ..errors import ConfigError, RequestError, build, shown
+from ..jobs.inputs import Record
 from ..jobs.manifest import AnotherJobsOutput, read_manifest
-from ..jobs.rows import Message
+from ..jobs.rows import Message, identify
 from ..jobs.runner import run_job
 from ..jobs.schema import InputConfig, Job, OutputConfig
 from ..sampling_params import SamplingParams
@@ -256,10 +257,17 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
             except (ConfigError, TypeError) as error:
                 bad.add(where, f"messages: {error}")
                 continue
-            if outputs is not None and index not in outputs:
+            output = None if outputs is None else outputs.get(index)
+            if outputs is not None and output is None:
                 bad.add(where, f"{source.outputs} has no output of it; go on with the job, or set `limit`")
-            elif messages and messages[-1]["content"].strip():
-                yield Prompt(messages, str(path), where, None if outputs is None else outputs[index])
+                continue
+            if output is not None and output.get("hash") not in (None, _hash_of(path, number, raw)):
+                raise ConfigError(
+                    f"data.prompts: row {index} of outputs {source.outputs} answers another row than {where};"
+                    " give the input that the job ran on"
+                )
+            if messages and messages[-1]["content"].strip():
+                yield Prompt(messages, str(path), where, output)
             elif not messages:
                 bad.add(where, "messages: there is none")
             else:
@@ -267,7 +275,7 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
                 bad.add(where, f"the {'response' if is_answer else 'last message'} is empty")
             continue
         if outputs is not None:
-            bad.add(where, "responses of `outputs` are to `messages`, and this row has none")
+            bad.add(where, "responses of `outputs` are to `messages`, and it has none; run the job on those")
             continue
         fields = {"user": source.text or source.field}
         if source.answer is not None:
@@ -298,21 +306,26 @@ def _read_outputs(path: Path) -> dict[int, dict[str, Any]]:
             f"data.prompts: cannot read outputs {path}: {error.strerror}; mend the path"
         ) from None
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"data.prompts: outputs {path}, line {number},"
         try:
             row = json.loads(line)
             rows[row["index"]] = row
-            without = row["error"] is None and "token_ids" not in row["outputs"][0]
-        except (ValueError, KeyError, TypeError, IndexError):
+            tokens = row["outputs"][0].get("token_ids") if row["error"] is None else [row["error"]["message"]]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise ConfigError(
-                f"data.prompts: outputs {path}, line {number}, is no output of `hispec run`; give the file"
-                " that a job has written in JSONL"
+                f"{where} is no output of `hispec run`; give the file that a job has written in JSONL, and go"
+                " on with the job if it was interrupted"
             ) from None
-        if without:
-            raise ConfigError(
-                f"data.prompts: outputs {path}, line {number}, has no token_ids; run the job with"
-                " output.token_ids: true"
-            )
+        if not isinstance(tokens, list):
+            raise ConfigError(f"{where} has no token_ids; run the job with output.token_ids: true")
     return rows
+
+
+def _hash_of(path: Path, line: int, raw: bytes) -> str:
+    """What a job's output says of the row of its input that it answers."""
+    return identify(InputConfig(path=path), Record(None, line, raw.strip())).content_hash
 
 
 def _answers(

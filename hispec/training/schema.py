@@ -23,8 +23,9 @@ class PromptSource(Settings):
                 message is the assistant's, it is taken as the response
     limit       use this many rows from the start; None = all
     answer      the string that is its response; None = the model answers
-    outputs     the output of a job (`hispec run` with output.token_ids) whose one input was `path`: responses
-                are what that wrote, token for token, as another training's work/answers.jsonl has them too
+    outputs     the output of a job (`hispec run` with output.token_ids) whose one input was `path`: the first
+                output of each row is its response, token for token; another training's work/answers.jsonl is
+                such a file
     text        instead of a prompt, the string that is a text: every token of it is learnt, in pieces of
                 data.max_length, without the chat template
     opening     the model writes the user's turn, which begins with this, as it stands ("" = with nothing)

@@ -525,7 +525,7 @@ def test_outputs_belong_to_the_rows_of_their_index(
     asked = [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(4)]
     failed = {"index": 3, "error": {"message": "it was too long"}, "outputs": []}
     rows = [asked[0], b"", asked[1], {"prompt": "x"}, asked[2], asked[3]]
-    outputs = [output(4, 7, 8), failed, output(0, 5, 6), output(2, 9, 9)]
+    outputs = [output(4, 7, 8), failed, b"", output(0, 5, 6), output(2, 9, 9)]
     config = make_config(model, tmp_path, given(tmp_path, rows, outputs))
     found = {
         tokenizer.decode(each.token_ids[: each.prompt_len]): each.token_ids[each.prompt_len :]
@@ -538,6 +538,23 @@ def test_outputs_belong_to_the_rows_of_their_index(
     assert "rows.jsonl, line 5: it was too long" in err
 
 
+def test_outputs_of_other_rows_end_the_run(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Told by the hash that a job writes of each row."""
+    (tmp_path / "first").mkdir()
+    prompts = [{"prompt": f"hello {number}"} for number in range(3)]
+    examples_of(make_config(model, tmp_path / "first", prompts), tmp_path / "first", tokenizer)
+    work = tmp_path / "first" / "work"
+    rows = (work / "prompts.jsonl").read_bytes().splitlines()
+    path = write(tmp_path / "rows.jsonl", [rows[0], rows[2], rows[1]])
+    source = {"path": str(path), "outputs": str(work / "answers.jsonl")}
+    with pytest.raises(
+        ConfigError, match=r"row 1 of outputs .* answers another row than .*line 2"
+    ):
+        examples_of(make_config(model, tmp_path, [source]), tmp_path, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
@@ -545,6 +562,8 @@ def test_outputs_belong_to_the_rows_of_their_index(
         ([GOOD[0]], "line 1, is no output"),
         ([[1]], "line 1, is no output"),
         ([{"index": 0, "error": None, "outputs": []}], "line 1, is no output"),
+        ([{"index": 0, "error": "x", "outputs": []}], "go on with the job if it was interrupted"),
+        ([{"index": 0, "error": None, "outputs": [{"token_ids": None}]}], "line 1, has no token_ids"),
         ([{"index": 0, "error": None, "outputs": [{"text": "x"}]}], "line 1, has no token_ids; run the job"),
         (None, "cannot read outputs .*nowhere.jsonl: No such file"),
     ],
