@@ -549,9 +549,7 @@ def test_outputs_of_other_rows_end_the_run(
     rows = (work / "prompts.jsonl").read_bytes().splitlines()
     path = write(tmp_path / "rows.jsonl", [rows[0], rows[2], rows[1]])
     source = {"path": str(path), "outputs": str(work / "answers.jsonl")}
-    with pytest.raises(
-        ConfigError, match=r"row 1 of outputs .* answers another row than .*line 2"
-    ):
+    with pytest.raises(ConfigError, match=r"row 1 of outputs .* answers another row than .*line 2"):
         examples_of(make_config(model, tmp_path, [source]), tmp_path, tokenizer)
 
 
