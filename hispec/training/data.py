@@ -227,12 +227,7 @@ def _written(
 def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
     path = source.path
     assert path is not None
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out"
-        ) from None
+    lines = _read_lines(path)
     if not any(map(bytes.strip, lines)):
         raise ConfigError(
             f"data.prompts: {path} has no rows; it needs one JSON object per line, such as"
@@ -295,24 +290,28 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
             bad.add(where, f"needs a non-empty string in field {fields[empty[0]]!r}{other}; it has: {has}")
 
 
+def _read_lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out"
+        ) from None
+
+
 def _read_outputs(path: Path) -> dict[int, dict[str, Any]]:
     """The rows of a job's output by the index of their input. Raises ConfigError for a file that is none, or
     that has no tokens."""
     rows = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"data.prompts: cannot read outputs {path}: {error.strerror}; mend the path"
-        ) from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_read_lines(path), start=1):
         if not line.strip():
             continue
         where = f"data.prompts: outputs {path}, line {number},"
         try:
             row = json.loads(line)
             rows[row["index"]] = row
-            tokens = row["outputs"][0].get("token_ids") if row["error"] is None else [row["error"]["message"]]
+            failed = row["error"] is not None and row["error"]["message"]
+            tokens = [] if failed else row["outputs"][0].get("token_ids")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise ConfigError(
                 f"{where} is no output of `hispec run`; give the file that a job has written in JSONL, and go"

@@ -563,7 +563,7 @@ def test_outputs_of_other_rows_end_the_run(
         ([{"index": 0, "error": "x", "outputs": []}], "go on with the job if it was interrupted"),
         ([{"index": 0, "error": None, "outputs": [{"token_ids": None}]}], "line 1, has no token_ids"),
         ([{"index": 0, "error": None, "outputs": [{"text": "x"}]}], "line 1, has no token_ids; run the job"),
-        (None, "cannot read outputs .*nowhere.jsonl: No such file"),
+        (None, "data.prompts: cannot read .*nowhere.jsonl: No such file.*; mend the path"),
     ],
 )
 def test_what_is_no_output_of_a_job_ends_the_run(
