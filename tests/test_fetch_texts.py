@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "scripts"))
 import fetch_texts  # noqa: E402
 from texts.archives import FetchError, Package, fetch, read_members  # noqa: E402
 from texts.cleaning import MIN_CHARS, cut, distinct, is_prose, sample  # noqa: E402
-from texts.prompts import chats  # noqa: E402
+from texts.prompts import LONG_CHARS, chats, german, long_summaries, passages  # noqa: E402
 from texts.sources import articles, conversations, functions, strip_wiki  # noqa: E402
 
 SENTENCE = "The cat sat on the mat by the door of the house, and it was warm. "
@@ -207,10 +207,11 @@ def test_of_wiki_markup_whole_paragraphs_of_text_are_left() -> None:
     ]
 
 
-def test_articles_are_pages_with_text_that_no_program_wrote() -> None:
-    def page(title: str, text: str) -> str:
-        return f"<page><title>{title}</title><id>1</id><text xml:space='preserve'>{text}</text></page>"
+def page(title: str, text: str) -> str:
+    return f"<page><title>{title}</title><id>1</id><text xml:space='preserve'>{text}</text></page>"
 
+
+def test_articles_are_pages_with_text_that_no_program_wrote() -> None:
     dump = "".join(
         [
             page("Cat", SENTENCE),
@@ -223,6 +224,42 @@ def test_articles_are_pages_with_text_that_no_program_wrote() -> None:
         ]
     )
     assert sorted(articles(dump, 0)) == [("Cat", [SENTENCE.strip()]), ("Dog", [SENTENCE.strip()])]
+
+
+def test_long_texts_to_summarize_are_one_an_article_and_none_of_short_ones() -> None:
+    paragraph = SENTENCE.strip()
+    long = "\n".join([paragraph] * (2 * LONG_CHARS // len(paragraph)))
+    dump = page("Cat", long) + page("Dog", paragraph) + page("Cow", long)
+    rows = list(long_summaries(dump, random.Random(0), 0))
+    assert sorted(row["metadata"]["title"] for row in rows) == ["Cat", "Cow"]
+    for row in rows:
+        (message,) = row["messages"]
+        text = "\n\n".join(each for each in message["content"].split("\n\n") if paragraph in each)
+        assert LONG_CHARS / 2 <= len(text) <= LONG_CHARS + 40
+
+
+def test_a_question_comes_after_the_passages_of_which_one_is_on_it() -> None:
+    rows = [{"title": f"Title{number}", "text": f"Of {number}. {SENTENCE}"} for number in range(9)]
+    asked = list(passages(rows, random.Random(0)))
+    assert len(asked) == 9
+    for row, given in zip(asked, rows, strict=True):
+        *before, question = row["messages"][0]["content"].split("\n")
+        assert given["title"] in question
+        assert any(each.startswith(f"{given['title']} {given['text'][:5]}") for each in before)
+        assert 2 <= len(before) <= 4 and len("".join(before)) <= LONG_CHARS + 100
+
+
+def test_german_to_translate_is_sentences_without_placeholders() -> None:
+    whole = "Die Verbindung zum Gerät konnte nicht hergestellt werden, bitte versuche es erneut."
+    texts = {
+        "a": {"b": whole, "c": "Kurz."},
+        "d": f"{whole} {{name}}",
+        "e": [whole],
+        "f": f"{whole} http://x.y",
+    }
+    rows = list(german([("de.json", json.dumps(texts).encode())], random.Random(0)))
+    assert len(rows) == 1 and rows[0]["metadata"]["language"] == "German"
+    assert rows[0]["messages"][0]["content"].startswith("Translate ") and whole in str(rows[0]["messages"])
 
 
 def conversation(*turns: str, prompt: str | None = None) -> dict[str, Any]:
