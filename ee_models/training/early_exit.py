@@ -54,6 +54,9 @@ class EarlyExitSettings:
                       layer with the original, whose pass costs as much as the model's own; drawn for each
                       step
     dropout_max       layer dropout as LayerSkip's: the last layer's rate, 0 = none
+    prompts_learn     whether gradients run back into the trunk through prompts, too, whose keys and values
+                      answers attend to; False: as far as all prompts of a micro-batch reach, they pass
+                      forward only, which takes less time
     max_pass_tokens   tokens of a micro-batch, padding included; a longer example has one of its own
     skip_batches      of the seed's order of examples: those that an earlier run has seen, which this goes on
                       from
@@ -69,6 +72,7 @@ class EarlyExitSettings:
     trunk_lr_scale: float = 1.0
     original_share: float = 1.0
     dropout_max: float = 0.0
+    prompts_learn: bool = True
     max_pass_tokens: int = 4096
     skip_batches: int = 0
 
@@ -310,6 +314,7 @@ class EarlyExitTask:
                 device,
                 None if keep is None else keep[:, part],
                 pad_to=_PAD_TO,
+                prompts_learn=self._settings.prompts_learn,
             )
             for part in parts
         ]

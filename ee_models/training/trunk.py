@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Batch:
                                 response token, and that token
     keep                        [layers, rows]: False where a row skips a layer; None: no row skips any
     weights                     layer -> weight of the loss of its exit
+    forward_only                positions of every row, from its first, that have no gradient: they are of
+                                its prompt, and only what follows learns
     """
 
     token_ids: Tensor
@@ -49,6 +52,7 @@ class Batch:
     targets: Tensor
     keep: Tensor | None
     weights: dict[int, float]
+    forward_only: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,32 @@ class Learning:
         """chosen [rows] bool"""
         rows, others = chosen.nonzero().squeeze(-1), (~chosen).nonzero().squeeze(-1)
         return cls(until, rows, others, torch.cat((rows, others)).argsort())
+
+
+class PromptKV:
+    """Keys and values of one layer, of positions that have no gradient: what transformers calls a cache, as
+    far as an attention layer asks for one. The first pass leaves them here, the second has them ahead of its
+    own.
+
+    One a layer, and not one for all: compiled layers, which share their code, would each get their own by the
+    layer's number.
+    """
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        """keys, values: [rows, kv_heads, positions, head_dim]; None: those of the pass to come"""
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to, of those of a pass."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = keys, values
+            return keys, values
+        return torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
+
+    def of(self, rows: Tensor) -> PromptKV:
+        """Those of some rows, by their indices."""
+        assert self.keys is not None and self.values is not None
+        return PromptKV(self.keys[rows], self.values[rows])
 
 
 def load_trainable(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -125,14 +155,39 @@ class Trunk(nn.Module):
     ) -> dict[int, Tensor]:
         """layer -> its output [rows * q_len, hidden], ahead of the final norm; learning: which rows have a
         gradient there, None = all."""
-        base = self.model.base_model
-        inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
         weights = self._merged_weights() if _merges_lora(batch) else {}
-        with _watched(base.layers, batch.keep, layers, learning) as found, ExitStack() as merged:
+        with ExitStack() as merged:
             if weights:
                 merged.enter_context(self.without_lora())
-            functional_call(base, weights, (), inputs)
+            found = self._found_after(layers, batch, learning, weights)
         return {layer: hidden.flatten(0, 1) for layer, hidden in found.items()}
+
+    def _found_after(
+        self,
+        layers: Collection[int],
+        batch: Batch,
+        learning: Learning | None,
+        weights: dict[str, Tensor],
+    ) -> dict[int, Tensor]:
+        """As hidden_after, [rows, q_len, hidden]; weights: to take in place of the model's own."""
+        first = batch.forward_only if torch.is_grad_enabled() else 0
+        watched = partial(_watched, self.model.base_model.layers, batch.keep, layers)
+        if not first:
+            with watched(learning) as found:
+                self._pass(batch.token_ids, 0, weights)
+            return found
+        kv = [PromptKV() for _ in self.model.base_model.layers]
+        with torch.no_grad(), watched(None, kv) as of_prompt:
+            self._pass(batch.token_ids[:, :first], 0, weights)
+        with watched(learning, kv) as found:
+            self._pass(batch.token_ids[:, first:], first, weights)
+        return {layer: torch.cat((of_prompt[layer], hidden), dim=1) for layer, hidden in found.items()}
+
+    def _pass(self, token_ids: Tensor, first: int, weights: dict[str, Tensor]) -> None:
+        """Has tokens [rows, positions], the first of them at position `first`, pass through all layers."""
+        positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device)[None]
+        inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
+        functional_call(self.model.base_model, weights, (), inputs)
 
     def _merged_weights(self) -> dict[str, Tensor]:
         """By their names: the weights with what LoRA adds to them now, from which gradients reach it; none
@@ -237,9 +292,11 @@ def _watched(
     keep: Tensor | None,
     wanted: Collection[int],
     learning: Learning | None = None,
+    kv: Sequence[PromptKV] | None = None,
 ) -> Iterator[dict[int, Tensor]]:
     """In its context, rows skip layers as `keep` says, those that are not `learning` pass deep layers without
-    a gradient, and a forward pass puts the hidden states after the `wanted` layers into the dict."""
+    a gradient, attention takes the `kv` of its layer along, and a forward pass puts the hidden states after
+    the `wanted` layers into the dict."""
     found: dict[int, Tensor] = {}
     apart: list[Tensor] = []  # of the rows that do not learn, where the others have left them
 
@@ -249,16 +306,31 @@ def _watched(
         kept = keep[layer] if rows is None else keep[layer][rows]
         return torch.where(kept[:, None, None], hidden, before)
 
+    def is_deep(layer: int) -> bool:
+        return learning is not None and layer > learning.until
+
+    def with_kv(layer: int) -> Callable[..., Any]:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            assert kv is not None
+            of_layer = kv[layer]
+            if learning is not None and is_deep(layer):
+                of_layer = of_layer.of(learning.rows)
+            return args, kwargs | {"past_key_values": of_layer}
+
+        return before
+
     def watch(layer: int) -> Callable[..., Any]:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             # Decoder layers return a tensor, or, in older transformers, a tuple that begins with it.
             hidden, *others = output if isinstance(output, tuple) else (output,)
             before, *rest = args or (kwargs["hidden_states"],)
-            deep = learning if learning is not None and layer > learning.until else None
+            deep = learning if is_deep(layer) else None
             complete = hidden = kept(layer, None if deep is None else deep.rows, hidden, before)
             if deep is not None:
                 # The other rows follow, through the layer itself: a call would come here again.
                 named = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+                if kv is not None:
+                    named["past_key_values"] = kv[layer].of(deep.others)
                 with torch.no_grad():
                     of_others = module.forward(apart[0], *rest, **named)
                     of_others = of_others[0] if isinstance(of_others, tuple) else of_others
@@ -276,6 +348,8 @@ def _watched(
 
     with ExitStack() as hooks:
         for layer, module in enumerate(layers):
+            if kv is not None:
+                hooks.callback(module.register_forward_pre_hook(with_kv(layer), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(watch(layer), with_kwargs=True).remove)
         yield found
 
@@ -308,9 +382,11 @@ def collate(
     keep: Tensor | None = None,
     weights: dict[int, float] | None = None,
     pad_to: int = 1,
+    prompts_learn: bool = True,
 ) -> Batch:
     """Rows padded on the right to the longest, and on to a multiple of `pad_to`, on `device`; only response
-    tokens are targets."""
+    tokens are targets. prompts_learn: False = what lies in the prompts of all rows, ahead of the places that
+    predict, has no gradient, down to a multiple of `pad_to`."""
     # Padded with token 0, which attention_mask hides.
     token_ids = pad_sequence([torch.tensor(example.token_ids) for example in examples], batch_first=True)
     token_ids = F.pad(token_ids, (0, -token_ids.shape[1] % pad_to))
@@ -322,9 +398,11 @@ def collate(
     targets = token_ids.roll(-1, dims=1)[predicts]
     places = predicts.flatten().nonzero()[:, 0]
     mask = (position < ends).long()
+    forward_only = 0 if prompts_learn else int(starts.min()) - 1
+    forward_only -= forward_only % pad_to
     token_ids, mask, places, targets = (x.to(device) for x in (token_ids, mask, places, targets))
     keep = None if keep is None else keep.to(device)
-    return Batch(token_ids, mask, places, targets, keep, weights or {})
+    return Batch(token_ids, mask, places, targets, keep, weights or {}, forward_only)
 
 
 def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:

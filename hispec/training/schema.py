@@ -159,6 +159,8 @@ class EarlyExitConfig(Settings):
     original_share    share of a micro-batch's rows, at least one, on which target `self` compares with the
                       model as it was; that costs as much as a pass of the model's own
     dropout_max       layer dropout as with `layerskip`; 0 = none
+    prompts_learn     whether gradients run back into the trunk through prompts, too; false: as far as those
+                      of a pass reach together, they pass forward only, which takes less time
     max_pass_tokens   tokens that pass through the model at once, padding included
     skip_batches      of the seed's order of examples: those that the training of `init_path` has seen
     """
@@ -172,6 +174,7 @@ class EarlyExitConfig(Settings):
     trunk_lr_scale: Annotated[float, Field(gt=0.0)] = 1.0
     original_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    prompts_learn: bool = True
     max_pass_tokens: Annotated[int, Field(ge=1)] = 4096
     skip_batches: Annotated[int, Field(ge=0)] = 0
 

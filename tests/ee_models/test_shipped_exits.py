@@ -86,7 +86,7 @@ def test_the_committed_recipe_is_the_one_they_were_trained_by(folder: Path) -> N
         assert config.loop is not None
         later: dict[str, Any] = {"compile": False, "step": config.loop.num_steps}
         if config.ee is not None:
-            later |= {"original_share": 1.0, "skip_batches": 0}
+            later |= {"original_share": 1.0, "skip_batches": 0, "prompts_learn": True}
         assert later | recipe == describe_recipe(config, recipe.get("step", later["step"]))
     assert about.data["prompts"] == describe_data(config, [])["prompts"]
 

@@ -30,17 +30,21 @@ def definition(
 
 
 @pytest.mark.parametrize("window", [None, 5, 1000])
-@pytest.mark.parametrize("length", [1, 2, 31, 128, 129, 150])
+@pytest.mark.parametrize(
+    ("length", "first"),
+    [*((length, 0) for length in (1, 2, 31, 128, 129, 150)), (31, 30), (150, 64), (150, 128), (150, 140)],
+)
 def test_attention_is_what_its_definition_says_and_so_are_its_gradients(
-    length: int, window: int | None
+    length: int, first: int, window: int | None
 ) -> None:
+    """Of all positions, or of those from `first` on."""
     torch.manual_seed(length)
     q, k, v = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     of_definition = [each.detach().clone().requires_grad_() for each in (q, k, v)]
-    upstream = torch.randn(2, length, 4, 8)
+    upstream = torch.randn(2, length - first, 4, 8)
     found, expected = (
-        causal_attention(q, k, v, 0.3, window),
-        definition(*of_definition, 0.3, window),
+        causal_attention(q[:, :, first:], k, v, 0.3, window),
+        definition(*of_definition, 0.3, window)[:, first:],
     )
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     found.backward(upstream)
@@ -52,10 +56,11 @@ def test_attention_is_what_its_definition_says_and_so_are_its_gradients(
 def test_long_rows_take_the_fused_kernel_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 140, 8), torch.randn(1, 2, 140, 8), torch.randn(1, 2, 140, 8)
-    short = causal_attention(q, k, v)
+    short, last = causal_attention(q, k, v), causal_attention(q[:, :, 64:], k, v)
     monkeypatch.setattr(attention, "_SHORT", 100)
     monkeypatch.setattr(attention, "_attend", None)
     torch.testing.assert_close(causal_attention(q, k, v), short, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(causal_attention(q[:, :, 64:], k, v), last, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -81,18 +86,21 @@ def test_a_long_row_is_cut_where_the_first_part_leaves_the_second_alone(
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: float, low: int, high: int) -> object:
         seen.append((low, high))
+        assert q.shape[2] == high - low
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)[:, :, low:high]
 
     monkeypatch.setattr(attention, "_attend", attend)
-    for length in (128, 200):
-        causal_attention(*torch.randn(3, 1, 2, length, 8))
-    assert seen == [(0, 128), (0, 128), (128, 200)]
+    for length, first in ((128, 0), (200, 0), (200, 96), (200, 128), (200, 160)):
+        q, k, v = torch.randn(3, 1, 2, length, 8)
+        causal_attention(q[:, :, first:], k, v)
+    assert seen == [(0, 128), (0, 128), (128, 200), (96, 128), (128, 200), (128, 200), (160, 200)]
 
 
-def test_a_cache_or_a_mask_is_refused(tmp_path: Path) -> None:
+def test_a_mask_is_refused(tmp_path: Path) -> None:
     model = load_trainable(tiny_checkpoint(tmp_path / "model", num_layers=1))
-    with pytest.raises(ValueError, match="whole rows without a mask, as training has them, and no KV cache"):
-        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="takes rows without a mask, as training has them"):
+        model(torch.ones(1, 3, dtype=torch.long), attention_mask=mask)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20})])

@@ -4,7 +4,8 @@ same."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -273,6 +274,85 @@ def test_lora_that_is_added_to_the_weights_learns_as_beside_them(
     torch.testing.assert_close(figures[1], figures[0], atol=1e-5, rtol=1e-5)
     for within, beside in zip(learnt[1], learnt[0], strict=True):  # sums in another order
         assert (within - beside).norm() <= 1e-3 * beside.norm()
+
+
+def without_prompts(first: int) -> Callable[[ExitingModel], ExitStack]:
+    """By the definition: in one pass, nothing that a layer makes of the first positions has a gradient."""
+
+    def cut(*call: Any) -> Tensor:
+        output = call[-1]
+        return torch.cat((output[:, :first].detach(), output[:, first:]), dim=1)
+
+    def hooked(module: ExitingModel) -> ExitStack:
+        stack = ExitStack()
+        for layer in module.model.base_model.layers:
+            for part in (layer, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                stack.callback(part.register_forward_hook(cut).remove)
+        return stack
+
+    return hooked
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize(("target", "share"), [("labels", 1.0), ("self", 1.0), ("self", 0.3)])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_prompts_that_do_not_learn_pass_forward_only(
+    checkpoint: Checkpoint,
+    dropout: float,
+    target: Target,
+    share: float,
+    merges: bool,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trunk, "_merges_lora", lambda batch: merges)
+    settings = replace(
+        SETTINGS, target=target, original_share=share, dropout_max=dropout, max_pass_tokens=1024
+    )
+    whole, task = (
+        shaken(make_task(checkpoint, replace(settings, prompts_learn=learn))) for learn in (True, False)
+    )
+    if compiled:
+        task.compile_layers()
+    generator = torch.Generator().manual_seed(2)
+    lengths = [(70, 90), (66, 100), (90, 131), (68, 75)]
+    examples = [
+        Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), prompt)
+        for prompt, n in lengths
+    ]
+    keep = torch.rand(LAYERS, 4, generator=generator) >= dropout if dropout else None
+    drawn = torch.rand(4, generator=generator) if share < 1 else None
+    (of_whole,), (part,) = (each._split(examples, CPU, keep, drawn) for each in (whole, task))
+    assert (of_whole.batch.forward_only, part.batch.forward_only) == (0, 64)  # 65 of all prompts, by 32
+    passed = []
+    for layer in task.module.model.base_model.layers:
+        layer.register_forward_hook(lambda *call: passed.append(call[-1].requires_grad))
+    loss, values = task.module(part)
+    assert passed[: 2 * LAYERS] == LAYERS * [False] + LAYERS * [True]
+    with without_prompts(64)(whole.module):
+        expected, each = whole.module(of_whole)
+        wanted = gradients(whole, expected)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(values, each)
+    for group, other in zip(gradients(task, loss), wanted, strict=True):
+        for one, another in zip(group, other, strict=True):
+            assert (one - another).norm() <= 1e-4 * another.norm() + 1e-7
+    in_full = gradients(whole, whole.module(of_whole)[0])
+    assert any(
+        (one - another).norm() > 1e-2 * one.norm() for one, another in zip(in_full[0], wanted[0], strict=True)
+    )
+    with torch.no_grad():  # nothing to save where nothing has a gradient
+        torch.testing.assert_close(task.module(part)[0], whole.module(of_whole)[0])
+
+
+def test_short_prompts_learn_whatever_is_said(checkpoint: Checkpoint) -> None:
+    """Positions are left out by whole multiples of what rows are padded to, as far as all prompts reach."""
+    examples = [Example(list(range(80)), prompt) for prompt in (60, 33)]
+    assert collate(examples, CPU, pad_to=32, prompts_learn=False).forward_only == 32
+    assert collate(examples, CPU, pad_to=1, prompts_learn=False).forward_only == 32
+    assert collate([*examples, Example([1, 2], 0)], CPU, prompts_learn=False).forward_only == 0
+    assert collate(examples, CPU, pad_to=32).forward_only == 0
 
 
 @pytest.mark.parametrize(("target", "share"), [("self", 0.9), ("labels", 0.1)])
