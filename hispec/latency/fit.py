@@ -15,11 +15,12 @@ from .model import Linear
 
 Floats = NDArray[np.float64]
 _FOLDS = 3
-_LEAST_POINTS = 6  # from which on a third of them can be held out
+LEAST_POINTS = 6  # from which on a third of them can be held out
 _WORTH = 0.5  # knots are believed in only if they lower the squared error of held-out points to this share
 _ALIKE = 1e-6  # share of a column that others must leave unexplained, or it says nothing that they do not
 # Of coefficients that say the same, the first is kept.
 _COEFFICIENTS = ("constant_ms", "token_ms", "context_ms", "pair_ms", "row_ms")
+_OF_TOKENS = _COEFFICIENTS.index("token_ms")
 _ITERATIONS = 200  # of least squares: each takes a coefficient in, of a few dozen
 _SLACK = 1e-9  # gradient of a coefficient that would be taken in for rounding's sake alone
 
@@ -41,6 +42,9 @@ class Point:
             )
 
 
+Predict = Callable[[Sequence[Point]], Floats]  # points -> milliseconds of each
+
+
 @dataclass(frozen=True)
 class StageFit:
     """The cost of a stage, of `num_points` points.
@@ -55,6 +59,14 @@ class StageFit:
     r2: float | None
     mean_error: float | None
 
+    @classmethod
+    def of(cls, cost: Linear, points: Sequence[Point], predicted: Floats) -> StageFit:
+        """predicted [points]: without each of them"""
+        ms = np.array([point.ms for point in points])
+        variance = float(((ms - ms.mean()) ** 2).sum())
+        r2 = 1.0 - float(((predicted - ms) ** 2).sum()) / variance if variance > 0 else None
+        return cls(cost, len(points), r2, float((np.abs(predicted - ms) / ms).mean()))
+
     @property
     def is_poor(self) -> bool:
         """Whether the cost is not to be relied on. A stage that costs the same everywhere has no variance to
@@ -65,11 +77,15 @@ class StageFit:
 
 
 def fit(points: Iterable[Point]) -> dict[str, StageFit]:
-    """The cost of each stage that has points."""
-    by_stage: dict[str, list[Point]] = {}
+    """The cost of each stage that has points, each by itself."""
+    return {stage: fit_stage(each) for stage, each in by_stage(points).items()}
+
+
+def by_stage(points: Iterable[Point]) -> dict[str, list[Point]]:
+    found: dict[str, list[Point]] = {}
     for point in points:
-        by_stage.setdefault(point.stage, []).append(point)
-    return {stage: fit_stage(each) for stage, each in by_stage.items()}
+        found.setdefault(point.stage, []).append(point)
+    return found
 
 
 def fit_stage(points: Sequence[Point]) -> StageFit:
@@ -79,29 +95,37 @@ def fit_stage(points: Sequence[Point]) -> StageFit:
         raise ConfigError(
             "a stage without a measured pass has no cost; measure again: hispec profile JOB.yaml --latency"
         )
-    if len(points) < _LEAST_POINTS:
+    if len(points) < LEAST_POINTS:
         return StageFit(_linear(points, 0.0), len(points), None, None)
-    ms = np.array([point.ms for point in points])
-    predicted = _held_out(points, _best)
-    variance = float(((ms - ms.mean()) ** 2).sum())
-    r2 = 1.0 - float(((predicted - ms) ** 2).sum()) / variance if variance > 0 else None
-    return StageFit(_best(points), len(points), r2, float((np.abs(predicted - ms) / ms).mean()))
+    return StageFit.of(_best(points), points, held_out(points, lambda taken: predictor_of(_best(taken))))
 
 
 def _best(points: Sequence[Point]) -> Linear:
-    """The fit with knots up to the number of tokens that lowers the error of held-out points most, as far as
-    each more of them lowers it by enough."""
-    ms = np.array([point.ms for point in points])
+    return _linear(
+        points, most_with_knots(points, lambda taken, most: predictor_of(_linear(taken, most)), _WORTH)
+    )
+
+
+def most_with_knots(
+    points: Sequence[Point], fitted: Callable[[Sequence[Point], float], Predict], worth: float
+) -> float:
+    """The number of tokens up to which knots lower the squared error of held-out points most, as far as each
+    more of them lowers it to a share of `worth`; fitted: with knots up to so many tokens."""
 
     def error(most: float) -> float:
-        predicted = _held_out(points, lambda taken: _linear(taken, most))
-        return float((((predicted - ms) / ms) ** 2).sum())
+        return squared_error(points, held_out(points, lambda taken: fitted(taken, most)))
 
     best, least = 0.0, error(0.0)
     for most in _ends(points):
-        if (found := error(most)) < _WORTH * least:
+        if (found := error(most)) < worth * least:
             best, least = most, found
-    return _linear(points, best)
+    return best
+
+
+def squared_error(points: Sequence[Point], predicted: Floats) -> float:
+    """Of the shares by which predictions [points] miss."""
+    ms = np.array([point.ms for point in points])
+    return float((((predicted - ms) / ms) ** 2).sum())
 
 
 def _ends(points: Sequence[Point]) -> Iterator[float]:
@@ -115,43 +139,75 @@ def _ends(points: Sequence[Point]) -> Iterator[float]:
             last = each
 
 
-def _held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Linear]) -> Floats:
+def held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Predict]) -> Floats:
     """[points]: the prediction of each by a fit to two thirds of the points, without itself."""
     order = np.random.default_rng(0).permutation(len(points))
     found = np.empty(len(points))
     for fold in range(_FOLDS):
         out = order[fold::_FOLDS]
-        cost = fitted([points[at] for at in np.setdiff1d(order, out)])
-        rows, tokens, context_tokens = np.array(
-            [(points[at].rows, points[at].tokens, points[at].context_tokens) for at in out], float
-        ).T
-        found[out] = cost(rows, tokens, context_tokens)
+        predict = fitted([points[at] for at in np.setdiff1d(order, out)])
+        found[out] = predict([points[at] for at in out])
     return found
 
 
+def predictor_of(cost: Linear) -> Predict:
+    def predict(points: Sequence[Point]) -> Floats:
+        rows, tokens, context_tokens, _ = _counts(points)
+        return cost(rows, tokens, context_tokens)
+
+    return predict
+
+
 def _linear(points: Sequence[Point], most: float) -> Linear:
-    """The coefficients, with a knot at every measured number of tokens up to `most`, if that are two or more.
-    Those that the points cannot tell from others are 0."""
-    rows, tokens, context_tokens, ms = np.array(
-        [(point.rows, point.tokens, point.context_tokens, point.ms) for point in points], float
-    ).T
-    columns = np.stack(
+    terms = Terms.of(points, most)
+    ms = np.array([point.ms for point in points])
+    return terms.linear(non_negative(terms.columns(points) / ms[:, None]))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a cost is a sum of: coefficients, by places in _COEFFICIENTS, and stretches between knots."""
+
+    told: tuple[int, ...]
+    knots: tuple[float, ...]
+
+    @classmethod
+    def of(cls, points: Sequence[Point], most: float) -> Terms:
+        """Those that the points tell apart, with a knot at every measured number of tokens up to `most`, if
+        that are two or more."""
+        told = _told_apart(_columns(points))
+        tokens = {float(point.tokens) for point in points if point.tokens <= most}
+        has_knots = len(tokens) > 1 and _OF_TOKENS in told
+        return cls(tuple(told), tuple(sorted(tokens)) if has_knots else ())
+
+    def columns(self, points: Sequence[Point]) -> Floats:
+        """[points, terms]: what each point has of each."""
+        columns, tokens = _columns(points), _counts(points)[1]
+        if self.knots:
+            columns[:, _OF_TOKENS] = np.maximum(tokens - self.knots[-1], 0.0)
+        # A stretch between two knots is a column of its own: the share of it that a pass has behind it.
+        stretches = [np.clip((tokens - low) / (high - low), 0.0, 1.0) for low, high in pairwise(self.knots)]
+        return np.column_stack((columns[:, list(self.told)], *stretches))
+
+    def linear(self, found: Floats) -> Linear:
+        """The cost of so much [terms] of each."""
+        values, risen = found[: len(self.told)].tolist(), [0.0, *found[len(self.told) :].cumsum().tolist()]
+        return Linear(
+            **{_COEFFICIENTS[at]: value for at, value in zip(self.told, values, strict=True)},
+            knots=tuple(zip(self.knots, risen, strict=True)) if self.knots else (),
+        )
+
+
+def _counts(points: Sequence[Point]) -> Floats:
+    """[4, points]: rows, tokens, context tokens, milliseconds."""
+    return np.array([(point.rows, point.tokens, point.context_tokens, point.ms) for point in points], float).T
+
+
+def _columns(points: Sequence[Point]) -> Floats:
+    """[points, coefficients]: what each point has of each, without knots."""
+    rows, tokens, context_tokens, _ = _counts(points)
+    return np.stack(
         (np.ones_like(rows), tokens, context_tokens, tokens * context_tokens / rows, rows), axis=1
-    )
-    told = _told_apart(columns)
-    knots = np.unique(tokens[tokens <= most])
-    if len(knots) < 2 or _COEFFICIENTS.index("token_ms") not in told:
-        knots = np.empty(0)
-    # A stretch between two knots is a column of its own: the share of it that a pass has behind it.
-    stretches = [np.clip((tokens - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
-    if len(knots):
-        columns[:, _COEFFICIENTS.index("token_ms")] = np.maximum(tokens - knots[-1], 0.0)
-    relative = np.column_stack((columns[:, told], *stretches)) / ms[:, None]
-    found = _non_negative(relative).tolist()
-    risen = np.cumsum([0.0, *found[len(told) :]]).tolist()
-    return Linear(
-        **{_COEFFICIENTS[at]: value for at, value in zip(told, found[: len(told)], strict=True)},
-        knots=tuple(zip(knots.tolist(), risen, strict=True)) if len(knots) else (),
     )
 
 
@@ -168,23 +224,25 @@ def _told_apart(columns: Floats) -> list[int]:
     return told
 
 
-def _non_negative(relative: Floats) -> Floats:
-    """The x >= 0 that minimises |relative @ x - 1|, relative [points, coefficients] in shares of what was
-    measured: Lawson's and Hanson's active sets (Solving Least Squares Problems, chapter 23)."""
+def non_negative(relative: Floats, target: Floats | None = None) -> Floats:
+    """The x >= 0 that minimises |relative @ x - target|, relative [points, coefficients] in shares of what
+    was measured, target [points] their weights, None = 1 each: Lawson's and Hanson's active sets (Solving
+    Least Squares Problems, chapter 23)."""
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0  # a stretch that no point reaches
     scaled = relative / scale
-    gram, target = scaled.T @ scaled, scaled.sum(axis=0)
+    gram = scaled.T @ scaled
+    wanted = scaled.sum(axis=0) if target is None else scaled.T @ target
     found, taken = np.zeros(len(scale)), np.zeros(len(scale), bool)
     for _ in range(_ITERATIONS):
-        gradient = np.where(taken, -np.inf, target - gram @ found)
+        gradient = np.where(taken, -np.inf, wanted - gram @ found)
         best = int(gradient.argmax())
         if gradient[best] <= _SLACK:
             break
         taken[best] = True
         while True:
             solved = np.zeros(len(scale))
-            solved[taken] = np.linalg.lstsq(gram[np.ix_(taken, taken)], target[taken], rcond=None)[0]
+            solved[taken] = np.linalg.lstsq(gram[np.ix_(taken, taken)], wanted[taken], rcond=None)[0]
             falling = taken & (solved <= 0)
             if not falling.any():
                 break

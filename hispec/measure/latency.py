@@ -22,7 +22,8 @@ from ee_models.exits import AdapterExit
 from ..config import GoodputConfig, SpeculativeConfig
 from ..control.candidates import exit_layers
 from ..errors import ConfigError
-from ..latency.fit import Point, fit
+from ..latency.fit import Point
+from ..latency.joint_fit import fit_profile
 from ..latency.model import LatencyModel
 from ..latency.profile_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
 from ..runner.buckets import row_buckets
@@ -173,7 +174,8 @@ def measure_latency(
             for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
         ]
     subject = subject_of(decoder, layers, exits, draft_model)
-    stages = {name: StageCost.of(each) for name, each in fit(points).items()}
+    fits = fit_profile(points, decoder.config.num_layers)
+    stages = {name: StageCost.of(each) for name, each in fits.items()}
     return LatencyProfile(
         fingerprint=subject.fingerprint,
         subject=subject,

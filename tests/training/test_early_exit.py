@@ -52,17 +52,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     )
 
 
-def make_examples(count: int, seed: int = 0) -> list[Example]:
-    """Of 4 to 84 tokens, 1 to 3 of them prompt."""
+def make_examples(count: int, seed: int = 0, prompts: float = 0.0) -> list[Example]:
+    """Of 4 to 84 tokens, 1 to 3 of them prompt, or this share of all."""
     generator = torch.Generator().manual_seed(seed)
     lens = [4 + index * 17 % 81 for index in range(count)]
     return [
-        Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), 1 + index % 3)
+        Example(
+            torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(),
+            max(1 + index % 3, int(prompts * n)),
+        )
         for index, n in enumerate(lens)
     ]
 
 
-def make_task(checkpoint: Checkpoint, settings: EarlyExitSettings = SETTINGS, seed: int = 0) -> EarlyExitTask:
+def make_task(
+    checkpoint: Checkpoint,
+    settings: EarlyExitSettings = SETTINGS,
+    seed: int = 0,
+    prompts: float = 0.0,
+) -> EarlyExitTask:
     model = checkpoint.config
     module = ExitingModel(
         load_trainable(checkpoint.path),
@@ -70,7 +78,8 @@ def make_task(checkpoint: Checkpoint, settings: EarlyExitSettings = SETTINGS, se
         model.rope.inv_freq(model.head_dim),
         settings,
     )
-    return EarlyExitTask(module, make_examples(13), make_examples(5, seed=1), settings, seed=seed)
+    examples, held_out = make_examples(13, prompts=prompts), make_examples(5, seed=1, prompts=prompts)
+    return EarlyExitTask(module, examples, held_out, settings, seed=seed)
 
 
 def shaken(task: EarlyExitTask) -> EarlyExitTask:
@@ -293,7 +302,6 @@ def without_prompts(first: int) -> Callable[[ExitingModel], ExitStack]:
     return hooked
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("merges", [False, True])
 @pytest.mark.parametrize(("target", "share"), [("labels", 1.0), ("self", 1.0), ("self", 0.3)])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -303,7 +311,6 @@ def test_prompts_that_do_not_learn_pass_forward_only(
     target: Target,
     share: float,
     merges: bool,
-    compiled: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trunk, "_merges_lora", lambda batch: merges)
@@ -313,8 +320,6 @@ def test_prompts_that_do_not_learn_pass_forward_only(
     whole, task = (
         shaken(make_task(checkpoint, replace(settings, prompts_learn=learn))) for learn in (True, False)
     )
-    if compiled:
-        task.compile_layers()
     generator = torch.Generator().manual_seed(2)
     lengths = [(70, 90), (66, 100), (90, 131), (68, 75)]
     examples = [
@@ -496,14 +501,19 @@ def weights(task: EarlyExitTask) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prompts_learn", [True, False])
 def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts_learn: bool,
+    compiled: bool,
 ) -> None:
-    settings = replace(SETTINGS, dropout_max=0.3)
-    run = partial(run_task, compile=compiled)
-    whole = make_task(checkpoint, settings)
+    settings = replace(SETTINGS, dropout_max=0.3, prompts_learn=prompts_learn)
+    make, run = partial(make_task, checkpoint, settings, prompts=0.8), partial(run_task, compile=compiled)
+    whole = make()
     run(whole, tmp_path / "whole")
-    cut = make_task(checkpoint, settings)
+    cut = make()
 
     def kill(step: int, *others: Any) -> Any:
         if step == 4:
@@ -513,9 +523,9 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
     monkeypatch.setattr(cut, "micro_batches", kill)
     with pytest.raises(KeyboardInterrupt):
         run(cut, tmp_path / "cut")
-    resumed = make_task(checkpoint, settings)
+    resumed = make()
     # What the checkpoint holds can be looked at without training on.
-    looked = make_task(checkpoint, settings)
+    looked = make()
     figures = run(looked, tmp_path / "cut", resume=True, only_evaluate=True)
     assert figures == looked.evaluate(CPU) != resumed.evaluate(CPU)
     run(resumed, tmp_path / "cut", resume=True)
@@ -524,16 +534,20 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["labels", "self"])
-def test_compiled_layers_give_the_same_losses(checkpoint: Checkpoint, tmp_path: Path, target: str) -> None:
-    figures = [
-        run_task(
-            make_task(checkpoint, replace(SETTINGS, target=target)),
-            tmp_path / str(compiled),
-            compile=compiled,
+@pytest.mark.parametrize(
+    ("target", "changes"),
+    [("labels", {}), ("self", {}), ("self", {"prompts_learn": False, "original_share": 0.3})],
+)
+def test_compiled_layers_give_the_same_losses(
+    checkpoint: Checkpoint, tmp_path: Path, target: Target, changes: dict[str, Any]
+) -> None:
+    settings, figures = replace(SETTINGS, target=target, max_pass_tokens=256, **changes), []
+    for compiled in (False, True):
+        task = make_task(checkpoint, settings, prompts=0.8)
+        assert (changes == {}) == all(
+            part.batch.forward_only == 0 for step in range(6) for part in task.micro_batches(step, 0, 1, CPU)
         )
-        for compiled in (False, True)
-    ]
+        figures.append(run_task(task, tmp_path / str(compiled), compile=compiled))
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)
 
 

@@ -1,0 +1,126 @@
+"""The costs of all stages of a profile. Passes through the model's layers are fitted together: they differ
+in how many layers they go through and what is read behind them, so that each of them says something of all.
+
+A stage alone has a few dozen points, each as noisy as a machine that others share. On one such machine
+verifies over one token seemed to take a fifth less than plain decoding, which is the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .fit import (
+    LEAST_POINTS,
+    Floats,
+    Point,
+    Predict,
+    StageFit,
+    Terms,
+    by_stage,
+    fit_stage,
+    held_out,
+    most_with_knots,
+    non_negative,
+    predictor_of,
+)
+from .model import Linear
+
+_WORTH = 0.9  # knots are believed in if they lower the squared error of held-out points to this share
+_WEIGHT_OF_PLAIN = 2.0  # plain decoding is sampled more often, and all else is compared with it
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a pass is made of.
+
+    layers      how many it goes through
+    is_draft    whether it is one of several in a row over the same layers, which a near cache may hold
+    read        behind them: "model" or "exit/D"; None: nothing
+    """
+
+    layers: int
+    is_draft: bool
+    read: str | None
+
+    def parts(self) -> dict[tuple[bool, str], float]:
+        """How much of what it has: of a layer, and of what is read."""
+        found = {(self.is_draft, "layer"): float(self.layers)}
+        return found if self.read is None else found | {(self.is_draft, self.read): 1.0}
+
+
+def fit_profile(points: Iterable[Point], num_layers: int) -> dict[str, StageFit]:
+    """The cost of each stage that has points, of a model with so many layers: of passes through them
+    together, unless one by one they predict held-out points better; of other stages by itself."""
+    stages = by_stage(points)
+    alone = {stage: fit_stage(each) for stage, each in stages.items()}
+    made = {stage: found for stage in stages if (found := _made_of(stage, num_layers))}
+    passes = {stage: stages[stage] for stage in made}
+    if sum(map(len, passes.values())) < LEAST_POINTS:
+        return alone
+    joint = _fit_passes(passes, made)
+    return alone | joint if _error(joint) < _error({stage: alone[stage] for stage in joint}) else alone
+
+
+def _error(fits: Mapping[str, StageFit]) -> float:
+    """The sum of the shares by which held-out points are missed."""
+    return sum(each.num_points * each.mean_error for each in fits.values() if each.mean_error is not None)
+
+
+def _fit_passes(passes: Mapping[str, list[Point]], made: Mapping[str, _Made]) -> dict[str, StageFit]:
+    points = [point for each in passes.values() for point in each]
+
+    def fitted(taken: Sequence[Point], most: float) -> Predict:
+        return _predictor_of(_costs(taken, made, most))
+
+    most = most_with_knots(points, fitted, _WORTH)
+    costs, predicted = _costs(points, made, most), held_out(points, lambda taken: fitted(taken, most))
+    found, first = {}, 0
+    for stage, each in passes.items():
+        of_stage = predicted[first : first + len(each)]
+        first += len(each)
+        if len(each) < LEAST_POINTS:
+            found[stage] = StageFit(costs[stage], len(each), None, None)
+        else:
+            found[stage] = StageFit.of(costs[stage], each, of_stage)
+    return found
+
+
+def _costs(points: Sequence[Point], made: Mapping[str, _Made], most: float) -> dict[str, Linear]:
+    """The cost of each stage that is `made` of something, with knots up to so many tokens: what it is made of
+    has the same terms in all of them."""
+    terms = Terms.of(points, most)
+    parts = list(dict.fromkeys(part for each in made.values() for part in each.parts()))
+    amounts = {
+        stage: np.array([each.parts().get(part, 0.0) for part in parts]) for stage, each in made.items()
+    }
+    shares = np.stack([amounts[point.stage] for point in points])
+    weights = np.array([_WEIGHT_OF_PLAIN if point.stage == "plain" else 1.0 for point in points])
+    ms = np.array([point.ms for point in points])
+    columns = (shares[:, :, None] * terms.columns(points)[:, None, :]).reshape(len(points), -1)
+    found = non_negative(columns * (weights / ms)[:, None], weights).reshape(len(parts), -1)
+    return {stage: terms.linear(amount @ found) for stage, amount in amounts.items()}
+
+
+def _predictor_of(costs: Mapping[str, Linear]) -> Predict:
+    def predict(points: Sequence[Point]) -> Floats:
+        return np.concatenate([predictor_of(costs[point.stage])([point]) for point in points])
+
+    return predict
+
+
+def _made_of(stage: str, num_layers: int) -> _Made | None:
+    """None: it is no pass through the model's layers."""
+    kind, _, where = stage.partition("/")
+    low, _, high = where.partition("-")
+    if kind == "plain":
+        return _Made(num_layers, False, "model")
+    if kind == "verify":
+        return _Made(num_layers - int(low), False, "model")
+    if kind == "check":
+        return _Made(int(high) - int(low), False, f"exit/{high}")
+    if kind in ("draft", "fill"):
+        return _Made(int(low), True, f"exit/{low}" if kind == "draft" else None)
+    return None

@@ -1,0 +1,121 @@
+"""Passes through the same layers, fitted together: what they say of each other, and where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hispec.latency.fit import Point, fit
+from hispec.latency.joint_fit import fit_profile
+from hispec.latency.model import stage_names
+from hispec.measure.latency import Grid
+
+LAYERS = 30
+EXITS = (4, 7, 15)
+Shape = Callable[[int], float]
+
+
+def flat_then_rising(tokens: int) -> float:
+    """Of a CPU: up to eight tokens wait for the same weights."""
+    return 1.0 + 0.012 * tokens if tokens <= 8 else 0.6 + 0.062 * tokens
+
+
+def lines(tokens: int) -> float:
+    return 0.8 + 0.1 * tokens
+
+
+def costs(shape: Shape) -> Callable[[str, int, int], float]:
+    """Milliseconds of a stage over tokens with context tokens: by its layers, and by what is read."""
+
+    def ms(stage: str, tokens: int, context_tokens: int) -> float:
+        kind, _, where = stage.partition("/")
+        low, _, high = where.partition("-")
+        layers, head = {
+            "plain": lambda: (LAYERS, 1.6),
+            "verify": lambda: (LAYERS - int(low), 1.6),
+            "check": lambda: (int(high) - int(low), 0.3),
+            "draft": lambda: (0.8 * int(low), 0.2),
+            "fill": lambda: (0.8 * int(low), 0.0),
+            "shadow": lambda: (0, 0.5),
+            "along": lambda: (0, 0.1),
+        }.get(kind, lambda: (0, 0.2))()
+        return (0.2 * layers + head) * shape(tokens) + 1e-5 * layers * context_tokens
+
+    return ms
+
+
+def measured(ms: Callable[[str, int, int], float], noise: float = 0.0, rows: int = 1) -> list[Point]:
+    """All passes of a profile, as `measure_latency` times them."""
+    rng, grid, found = np.random.default_rng(3), Grid.of(rows, 32, 2048, is_cuda=False, is_static=False), []
+    for stage in stage_names(EXITS, EXITS, False):
+        is_narrow = stage == "plain" or stage.startswith(("draft", "lookup"))
+        shapes = [(many, 1, context) for many, context in grid.narrow()] if is_narrow else list(grid.wide())
+        for many, q_len, context in shapes if stage not in ("prefill", "swap", "round") else shapes[:1]:
+            value = ms(stage, many * q_len, many * context) * float(rng.lognormal(0.0, noise))
+            found.append(Point(stage, many, many * q_len, many * context, value))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("shape", [flat_then_rising, lines])
+def test_without_noise_it_is_what_was_measured(shape: Shape, rows: int) -> None:
+    points = measured(costs(shape), rows=rows)
+    found = fit_profile(points, LAYERS)
+    assert list(found) == list(dict.fromkeys(point.stage for point in points))
+    for point in points:
+        cost = found[point.stage].cost(point.rows, point.tokens, point.context_tokens)
+        assert cost == pytest.approx(point.ms, rel=0.03), point
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_under_noise_stages_say_something_of_each_other(rows: int) -> None:
+    """At few tokens, where rounds run, each stage alone is off by up to a tenth."""
+    ms = costs(flat_then_rising)
+    points = measured(ms, noise=0.08, rows=rows)
+    stages = ["plain", "verify/0", "verify/4", "verify/7", "verify/15", "check/0-15", "check/4-15"]
+    worst = []
+    for fits in (fit_profile(points, LAYERS), fit(points)):
+        missed = [
+            abs(float(fits[stage].cost(1, tokens, 200)) / ms(stage, tokens, 200) - 1.0)
+            for stage in stages
+            for tokens in ((1,) if stage == "plain" else (1, 2, 3, 5))
+        ]
+        worst.append(max(missed))
+    assert worst[0] < 0.07 and worst[0] < worst[1]
+
+
+def test_plain_decoding_is_a_verify_of_the_whole_model() -> None:
+    found = fit_profile(measured(costs(flat_then_rising), noise=0.08), LAYERS)
+    assert found["verify/0"].cost(1, 1, 200) == pytest.approx(found["plain"].cost(1, 1, 200))
+
+
+def test_stages_that_do_not_share_what_they_pass_through_are_fitted_one_by_one() -> None:
+    """Of a machine on which a verify's layers cost what no other's do."""
+    of_layers = costs(lines)
+
+    def ms(stage: str, tokens: int, context_tokens: int) -> float:
+        other = {"verify/4": 3.0, "check/0-4": 0.3, "verify/15": 0.4}.get(stage, 1.0)
+        return other * of_layers(stage, tokens, context_tokens)
+
+    points = measured(ms)
+    assert fit_profile(points, LAYERS) == fit(points)
+
+
+def test_what_is_no_pass_through_layers_is_fitted_by_itself() -> None:
+    points = measured(costs(flat_then_rising), noise=0.05)
+    alone, found = fit(points), fit_profile(points, LAYERS)
+    others = [
+        stage
+        for stage in found
+        if stage.partition("/")[0] not in ("plain", "verify", "check", "draft", "fill")
+    ]
+    assert len(others) == 10 and all(found[stage] == alone[stage] for stage in others)
+    assert any(found[stage] != alone[stage] for stage in found)
+
+
+def test_too_few_passes_are_fitted_all_the_same() -> None:
+    points = [Point("plain", 1, 1, 64, 10.0), Point("verify/0", 1, 4, 64, 11.0)]
+    assert fit_profile(points, LAYERS) == fit(points)
+    assert fit_profile([], LAYERS) == {}
