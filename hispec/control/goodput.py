@@ -18,6 +18,7 @@ from .hazards import Floats, survival
 from .route_costs import (
     BARE_SLOT,
     CHECK_SLOT,
+    COLD_SLOT,
     DRAFT_SLOT,
     FEED_SLOT,
     FILL_SLOT,
@@ -273,6 +274,11 @@ class PlanGrid:
         first = np.minimum(sizes.drafts, 1)
         offered = widths.looked[entry, first] * found + widths.computed[entry, first] * (1.0 - found)
         bare = np.where(has_check & (sizes.checks == 1), (1.0 - offered) ** rows, 0.0)
+        # Of exits, in each cycle that passes through their layers; of checks of what was looked up, once.
+        is_once = self._looks_up[sizes.route] > 0
+        out[0, COLD_SLOT] = np.where(
+            is_once, has_check * (1.0 - bare), np.maximum(fed, any_alive[entry, last, 0])
+        )
         out[:, CHECK_SLOT] = (
             run * (1.0 - bare),
             cycles * rows * (1.0 - bare),
@@ -299,6 +305,7 @@ class PlanGrid:
         out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = checks, checks * rows
         out[:, FEED_SLOT] = checks, checks * rows, checks * rows * places
         out[:, CHECK_SLOT] = out[:, FEED_SLOT]
+        out[0, COLD_SLOT] = np.where(self._looks_up[sizes.route] > 0, sizes.has_check, checks)
         out[:, VERIFY_SLOT] = (
             np.ones(len(places)),
             np.full(len(places), rows),

@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..latency.model import NOTHING, LatencyModel, Linear
+from ..latency.model import NOTHING, LatencyModel, Linear, cold_stage
 from .choice import Ints, Route
 from .hazards import Floats
 
-# What a round runs, in its order; bare: verify in place of a check that has nothing to judge. A plain round
-# is a verify alone.
-SLOTS = ("lookup", "feed", "draft", "fill", "check", "bare", "verify")
-LOOKUP_SLOT, FEED_SLOT, DRAFT_SLOT, FILL_SLOT, CHECK_SLOT, BARE_SLOT, VERIFY_SLOT = range(len(SLOTS))
+# What a round runs, in its order; cold: what the first of several passes over the first layers takes more;
+# bare: verify in place of a check that has nothing to judge. A plain round is a verify alone.
+SLOTS = ("lookup", "cold", "feed", "draft", "fill", "check", "bare", "verify")
+LOOKUP_SLOT, COLD_SLOT, FEED_SLOT, DRAFT_SLOT, FILL_SLOT, CHECK_SLOT, BARE_SLOT, VERIFY_SLOT = range(
+    len(SLOTS)
+)
 Passes = NDArray[np.float64]  # [3, slots, plans]
 
 
@@ -35,6 +37,8 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
         out[DRAFT_SLOT], out[FILL_SLOT] = [f"draft{name}"], [f"fill{name}"]
         if route.traits.is_mixed:
             out[FEED_SLOT] = [f"fill{name}"]
+    if first := high if route.traits.has_model else low or high:
+        out[COLD_SLOT] = [cold_stage(first)]
     for layer in sorted(set(along) - {low, high}):
         if layer < low:
             passes = [slot for slot in (DRAFT_SLOT, FILL_SLOT, FEED_SLOT) if slot in out]

@@ -26,7 +26,7 @@ from .fit import (
     non_negative,
     predictor_of,
 )
-from .model import Linear
+from .model import Linear, cold_stage
 
 _WORTH = 0.9  # knots are believed in if they lower the squared error of held-out points to this share
 _WEIGHT_OF_PLAIN = 2.0  # plain decoding is sampled more often, and all else is compared with it
@@ -37,18 +37,18 @@ class _Made:
     """What a pass is made of.
 
     layers      how many it goes through
-    is_draft    whether it is one of several in a row over the same layers, which a near cache may hold
+    is_again    whether it follows another over the same layers, which a near cache may hold
     read        behind them: "model" or "exit/D"; None: nothing
     """
 
     layers: int
-    is_draft: bool
+    is_again: bool
     read: str | None
 
     def parts(self) -> dict[tuple[bool, str], float]:
         """How much of what it has: of a layer, and of what is read."""
-        found = {(self.is_draft, "layer"): float(self.layers)}
-        return found if self.read is None else found | {(self.is_draft, self.read): 1.0}
+        found = {(self.is_again, "layer"): float(self.layers)}
+        return found if self.read is None else found | {(self.is_again, self.read): 1.0}
 
 
 def fit_profile(points: Iterable[Point], num_layers: int) -> dict[str, StageFit]:
@@ -120,7 +120,21 @@ def _made_of(stage: str, num_layers: int) -> _Made | None:
     if kind == "verify":
         return _Made(num_layers - int(low), False, "model")
     if kind == "check":
-        return _Made(int(high) - int(low), False, f"exit/{high}")
+        return _Made(int(high) - int(low), int(low) == 0, f"exit/{high}")
+    if kind == "first":
+        return _Made(int(low), False, f"exit/{low}")
     if kind in ("draft", "fill"):
         return _Made(int(low), True, f"exit/{low}" if kind == "draft" else None)
     return None
+
+
+def cold_stages(fits: Mapping[str, StageFit], layers: Iterable[int]) -> dict[str, StageFit]:
+    """Of draft layers, the costs of their `cold` stages, where first passes were measured. One over a token
+    of a single row tells them: weights are read once whatever it is."""
+    found = {}
+    for layer in layers:
+        if (first := fits.get(f"first/{layer}")) is not None:
+            more = float(first.cost(1.0, 1.0, 0.0)) - float(fits[f"draft/{layer}"].cost(1.0, 1.0, 0.0))
+            cost = Linear(constant_ms=max(0.0, more))
+            found[cold_stage(layer)] = StageFit(cost, first.num_points, None, None)
+    return found

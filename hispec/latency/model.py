@@ -94,7 +94,12 @@ class Linear:
 
 
 NOTHING = Linear()
-_FREE = frozenset({"lookup", "round"})  # cost nothing if nothing is said of them
+_FREE = frozenset({"lookup", "round", "cold"})  # cost nothing if nothing is said of them
+
+
+def cold_stage(layer: int) -> str:
+    """The stage of the first of several passes over layers [0, layer)."""
+    return f"cold/{layer}"
 
 
 def stage_names(layers: Collection[int], trained: Collection[int], has_draft_model: bool) -> list[str]:
@@ -123,7 +128,9 @@ class LatencyModel:
 
     plain          a round of plain decoding: layers [0, L), the model's logits, the choice of a token
     draft/D        one draft pass: layers [0, D), the exit's logits, the choice of a token; draft_model: of a
-                   separate model
+                   separate model. As fill/D and check/0-C after another over the same layers
+    cold/D         what the first pass over layers [0, D) takes more than those that follow it: a CPU's near
+                   caches hold what the last verify has read
     fill/D         the same without logits: what is fed to the draft tier, but asked for nothing; fill_model:
                    of a separate model
     check/lo-C     layers [lo, C), the exit's logits, acceptance; lo = 0: the drafter was outside of the model
@@ -148,11 +155,11 @@ class LatencyModel:
 
     def __getitem__(self, name: str) -> Linear:
         """Raises ConfigError for a stage that was not measured, unless it is one of those that may be left
-        out, `lookup` and `round`: these cost nothing then."""
+        out, `lookup`, `round` and cold ones: these cost nothing then."""
         try:
             return self.stages[name]
         except KeyError:
-            if name in _FREE:
+            if name.partition("/")[0] in _FREE:
                 return NOTHING
             there = ", ".join(sorted(self.stages))
             raise ConfigError(

@@ -23,8 +23,8 @@ from ..config import GoodputConfig, SpeculativeConfig
 from ..control.candidates import exit_layers
 from ..errors import ConfigError
 from ..latency.fit import Point
-from ..latency.joint_fit import fit_profile
-from ..latency.model import LatencyModel
+from ..latency.joint_fit import cold_stages, fit_profile
+from ..latency.model import LatencyModel, cold_stage
 from ..latency.profile_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
 from ..runner.buckets import row_buckets
 from ..runner.cuda_graphs import GraphDevice
@@ -175,6 +175,7 @@ def measure_latency(
         ]
     subject = subject_of(decoder, layers, exits, draft_model)
     fits = fit_profile(points, decoder.config.num_layers)
+    fits |= cold_stages(fits, layers)
     stages = {name: StageCost.of(each) for name, each in fits.items()}
     return LatencyProfile(
         fingerprint=subject.fingerprint,
@@ -185,7 +186,11 @@ def measure_latency(
         max_num_seqs=max_num_seqs,
         is_static=is_static,
         row_buckets=tuple(sorted(row_buckets(max_num_seqs))) if is_static else (),
-        stages={name: stages[name] for name in subject.stage_names},
+        stages={
+            name: stages[name]
+            for name in (*subject.stage_names, *map(cold_stage, layers))
+            if name in stages or name in subject.stage_names
+        },
         points=tuple(map(TimedPass.of, points)),
     )
 
@@ -386,7 +391,7 @@ def _passes(
     rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid
 ) -> Iterator[tuple[Key, Timed]]:
     """Each pass to time, by its point, with what runs it once: of every stage that `stage_names` names except
-    `round`."""
+    `round`, and first/D, a cycle's first draft pass, which `cold` is told from."""
     for rows, context in grid.narrow():
         at = rig.laid_out(context, rows)
         key = rows, rows, rows * context
@@ -394,6 +399,8 @@ def _passes(
         yield ("lookup", *key), at.lookup(rows, _MOST_LOOKED_UP)
         for layer in layers:
             yield (f"draft/{layer}", *key), at.draft(rows, 1, layer)
+            if (first := at.first(rows, layer)) is not None:
+                yield (f"first/{layer}", *key), first
         if of_model is not None:
             yield ("draft_model", *key), of_model.laid_out(context, rows).draft(rows, 1, None)
             yield ("fill_model", *key), of_model.laid_out(context, rows).fill(rows, 1, None)

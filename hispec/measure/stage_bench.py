@@ -34,7 +34,7 @@ from .timing import Timed
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
-_DRAFTS = 3  # of a cycle, of which the first follows a verify
+_AGAIN = 2  # passes over the same layers that follow one another
 
 
 def blocks_of(context_len: int, window: int) -> int:
@@ -155,6 +155,10 @@ class Rig:
             linked = self._linked(batch, 1, Pass(0, layer, leave=Tier.DRAFT))
         return linked or self._stage(run)
 
+    def first(self, rows: int, layer: int) -> Timed | None:
+        """As `draft` of one position, the first of a cycle; None where passes are not told apart."""
+        return self._linked(self._batch(rows, 1), 1, Pass(0, layer, leave=Tier.DRAFT), is_first=True)
+
     def fill(self, rows: int, q_len: int, layer: int | None) -> Timed:
         """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up:
         a chain. A level of a tree has other positions to attend to, but not more of them."""
@@ -253,13 +257,15 @@ class Rig:
 
         return quiet
 
-    def _linked(self, batch: RoundBatch, q_len: int, over: Pass) -> Timed | None:
+    def _linked(self, batch: RoundBatch, q_len: int, over: Pass, is_first: bool = False) -> Timed | None:
         """The pass over q_len positions of each row, which tells its milliseconds, as one of those that run
-        linked: after the whole model, as what follows a verify finds its weights in no near cache. Of passes
-        of the draft tier it is the mean of a few, which find there what the one before them has left. None
-        where passes do not run so, or nothing tells them the time."""
-        times = _DRAFTS if over.leave is Tier.DRAFT else 1
-        passes = {0: Pass(0, self._num_layers), **dict.fromkeys(range(1, times + 1), over)}
+        linked: after the whole model, as what follows a verify finds its weights in no near cache. But those
+        from the first layer to an exit, of which there may be several in a row, find there what the one
+        before them has left, unless it is the first. None where passes do not run so, or nothing tells them
+        the time."""
+        is_again = over.lo == 0 and over.hi < self._num_layers and not is_first
+        timed_ones = range(2, 2 + _AGAIN) if is_again else range(1, 2)
+        passes = {0: Pass(0, self._num_layers), **dict.fromkeys(range(1, timed_ones.stop), over)}
         if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
             return None
         # Here, since a machine with a GPU need not have numba.
@@ -279,7 +285,7 @@ class Rig:
         @torch.inference_mode()
         def timed() -> float:
             counts = self._stages.run_linked(passes, linked, batch, places, link)
-            return 1e3 * sum(counts[number].seconds for number in range(1, times + 1)) / times
+            return 1e3 * sum(counts[number].seconds for number in timed_ones) / len(timed_ones)
 
         return timed
 

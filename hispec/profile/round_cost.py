@@ -13,6 +13,7 @@ from ..control.candidates import route_of
 from ..control.route_costs import (
     BARE_SLOT,
     CHECK_SLOT,
+    COLD_SLOT,
     DRAFT_SLOT,
     FEED_SLOT,
     FILL_SLOT,
@@ -106,6 +107,8 @@ def round_costs(
             bare, check, verify = (
                 times.one_each(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
             )
+            if DRAFT_SLOT not in slots:
+                check += times.one_each(slots[COLD_SLOT], num)
             ms += (rounds.unchecked / rounds.rounds) ** num * (bare - check - verify)
         if LOOKUP_SLOT in slots:
             ms += times.one_each(slots[LOOKUP_SLOT], num) * rounds.cycles / rounds.rounds
@@ -122,6 +125,9 @@ def _passes(
         # Rows of a batch stop in cycles of their own: a later one runs for as long as any row goes on.
         cycles = rounds.cycles, [(1.0, float(share)) for share in rounds.reached / rounds.rounds]
     low = top = plan.draft.layer or 0
+    if COLD_SLOT in slots:  # of exits in each cycle, of checks of what was looked up once a round
+        each = cycles if DRAFT_SLOT in slots else (rounds.rounds, [(1.0, 1.0)])
+        yield _Passes(slots[COLD_SLOT], np.array([0, each[0]]), *each, 0)
     if FEED_SLOT in slots:
         yield _Passes(slots[FEED_SLOT], rounds.looked_up, *cycles, low)
     if DRAFT_SLOT in slots:

@@ -12,6 +12,7 @@ from ee_models.kernel_cache import njit
 from ..control.route_costs import (
     BARE_SLOT,
     CHECK_SLOT,
+    COLD_SLOT,
     DRAFT_SLOT,
     FEED_SLOT,
     FILL_SLOT,
@@ -156,6 +157,9 @@ def _round(tables: Tables, rows: Rows, plan: RoundPlan, num_ready: int, now: flo
             num, tokens = paid, paid * (plan.num_drafts + 1)
         draft_s, draft_passes = _draft_cost(tables, states, plan, num, context)
         slot = VERIFY_SLOT if not has_check else BARE_SLOT if skipped else CHECK_SLOT
+        # A check of what was looked up finds in later cycles what it has read before.
+        if draft_passes > 0 or (cycle == 0 and slot == CHECK_SLOT):
+            draft_s += cost(stages[COLD_SLOT], num, num, context)
         seconds = seconds + draft_s + cost(stages[slot], num, tokens, context)
         num_passes = num_passes + draft_passes * passes[DRAFT_SLOT] + passes[slot]
     if has_check and not skipped:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hispec.latency.fit import Point, fit
-from hispec.latency.joint_fit import fit_profile
-from hispec.latency.model import stage_names
+from hispec.latency.fit import Point, StageFit, fit
+from hispec.latency.joint_fit import cold_stages, fit_profile
+from hispec.latency.model import Linear, stage_names
 from hispec.measure.latency import Grid
 
 LAYERS = 30
@@ -35,9 +35,10 @@ def costs(shape: Shape) -> Callable[[str, int, int], float]:
         layers, head = {
             "plain": lambda: (LAYERS, 1.6),
             "verify": lambda: (LAYERS - int(low), 1.6),
-            "check": lambda: (int(high) - int(low), 0.3),
-            "draft": lambda: (0.8 * int(low), 0.2),
-            "fill": lambda: (0.8 * int(low), 0.0),
+            "check": lambda: (int(high) - int(low), 0.3) if int(low) else (0.7 * int(high), 0.2),
+            "first": lambda: (int(low), 0.3),
+            "draft": lambda: (0.7 * int(low), 0.2),
+            "fill": lambda: (0.7 * int(low), 0.0),
             "shadow": lambda: (0, 0.5),
             "along": lambda: (0, 0.1),
         }.get(kind, lambda: (0, 0.2))()
@@ -49,8 +50,8 @@ def costs(shape: Shape) -> Callable[[str, int, int], float]:
 def measured(ms: Callable[[str, int, int], float], noise: float = 0.0, rows: int = 1) -> list[Point]:
     """All passes of a profile, as `measure_latency` times them."""
     rng, grid, found = np.random.default_rng(3), Grid.of(rows, 32, 2048, is_cuda=False, is_static=False), []
-    for stage in stage_names(EXITS, EXITS, False):
-        is_narrow = stage == "plain" or stage.startswith(("draft", "lookup"))
+    for stage in (*stage_names(EXITS, EXITS, False), *(f"first/{layer}" for layer in EXITS)):
+        is_narrow = stage.startswith(("plain", "draft", "first", "lookup"))
         shapes = [(many, 1, context) for many, context in grid.narrow()] if is_narrow else list(grid.wide())
         for many, q_len, context in shapes if stage not in ("prefill", "swap", "round") else shapes[:1]:
             value = ms(stage, many * q_len, many * context) * float(rng.lognormal(0.0, noise))
@@ -96,7 +97,7 @@ def test_stages_that_do_not_share_what_they_pass_through_are_fitted_one_by_one()
     of_layers = costs(lines)
 
     def ms(stage: str, tokens: int, context_tokens: int) -> float:
-        other = {"verify/4": 3.0, "check/0-4": 0.3, "verify/15": 0.4}.get(stage, 1.0)
+        other = {"verify/4": 3.0, "check/4-7": 0.3, "verify/15": 0.4}.get(stage, 1.0)
         return other * of_layers(stage, tokens, context_tokens)
 
     points = measured(ms)
@@ -106,11 +107,8 @@ def test_stages_that_do_not_share_what_they_pass_through_are_fitted_one_by_one()
 def test_what_is_no_pass_through_layers_is_fitted_by_itself() -> None:
     points = measured(costs(flat_then_rising), noise=0.05)
     alone, found = fit(points), fit_profile(points, LAYERS)
-    others = [
-        stage
-        for stage in found
-        if stage.partition("/")[0] not in ("plain", "verify", "check", "draft", "fill")
-    ]
+    kinds = ("plain", "verify", "check", "first", "draft", "fill")
+    others = [stage for stage in found if stage.partition("/")[0] not in kinds]
     assert len(others) == 10 and all(found[stage] == alone[stage] for stage in others)
     assert any(found[stage] != alone[stage] for stage in found)
 
@@ -119,3 +117,15 @@ def test_too_few_passes_are_fitted_all_the_same() -> None:
     points = [Point("plain", 1, 1, 64, 10.0), Point("verify/0", 1, 4, 64, 11.0)]
     assert fit_profile(points, LAYERS) == fit(points)
     assert fit_profile([], LAYERS) == {}
+
+
+def test_what_a_first_pass_takes_more_is_told_from_it_and_those_that_follow() -> None:
+    fits = fit_profile(measured(costs(lines)), LAYERS)
+    found = cold_stages(fits, EXITS)
+    assert list(found) == ["cold/4", "cold/7", "cold/15"]
+    for layer in EXITS:
+        more = (0.2 * 0.3 * layer + 0.1) * lines(1)
+        assert found[f"cold/{layer}"].cost == Linear(constant_ms=pytest.approx(more, rel=0.02))
+    assert cold_stages(fit([Point("draft/4", 1, 1, 64, 1.0)]), [4]) == {}
+    quick = {name: StageFit(Linear(ms), 2, None, None) for name, ms in (("first/4", 1.0), ("draft/4", 1.5))}
+    assert cold_stages(quick, [4])["cold/4"].cost == Linear()

@@ -23,6 +23,7 @@ from hispec.cli import main
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.stages import Pass, Stages
 from hispec.errors import ConfigError
+from hispec.latency.model import Linear
 from hispec.latency.profile_file import LatencyProfile, kept_path, load, save
 from hispec.measure import latency as measuring
 from hispec.measure.latency import Grid, latency_for, measure_latency, subject_of
@@ -185,7 +186,11 @@ def test_stages_of_static_rounds_are_captured(
 
 
 def test_every_stage_is_measured_at_its_own_sizes(measured: LatencyProfile) -> None:
-    assert list(measured.stages) == measured.subject.stage_names
+    cold = [f"cold/{layer}" for layer in (2, 5, 7)]
+    assert list(measured.stages) == [*measured.subject.stage_names, *cold]
+    assert {point.stage for point in measured.points} >= {"first/2", "first/5", "first/7"}
+    for name in cold:
+        assert measured.stages[name].cost == Linear(constant_ms=measured.stages[name].constant_ms)
     assert {
         "draft_model",
         "along/2",
@@ -202,7 +207,7 @@ def test_every_stage_is_measured_at_its_own_sizes(measured: LatencyProfile) -> N
     )
     for point in measured.points:
         assert point.rows <= 2 and point.tokens <= (2 * 3 if point.stage not in ("prefill", "swap") else 256)
-        if point.stage in ("plain", "draft/2", "lookup", "round", "draft_model"):
+        if point.stage in ("plain", "draft/2", "first/2", "lookup", "round", "draft_model"):
             assert point.tokens == point.rows
     wide = {
         (point.rows, point.tokens // point.rows) for point in measured.points if point.stage == "verify/2"

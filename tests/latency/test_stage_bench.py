@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ from hispec.decoding.stages import Pass, Stages
 from hispec.drafters.lookup_numba import LookupIndex
 from hispec.measure.stage_bench import Rig
 
+followers: list[int] = []  # of the whole model, in every call of linked passes
+
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """(first layer, last + 1, positions) of every pass from now on."""
     seen: list[tuple[int, int, int]] = []
+    followers.clear()
     ran: list[tuple[list[int], int]] = []  # layers and positions of every call
     run_program = FusedPasses.run
 
@@ -52,6 +56,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
             layers = [step.kv_layer for step in steps if step.kind is Kind.LAYER]
             assert layers == list(range(over.lo, over.hi))
         (timed,) = {(over.lo, over.hi) for number, over in passes.items() if number}
+        followers.append(len(passes) - 1)
         seen.append((*timed, len(places.positions)))
         return counts
 
@@ -92,6 +97,7 @@ def test_a_stage_is_timed_over_its_own_layers_and_positions(
     for run, expected in (
         (rig.plain(2), (0, 9, 2)),
         (rig.draft(3, 1, 4), (0, 4, 3)),
+        (rig.first(3, 4), (0, 4, 3)),
         (rig.draft(2, 8, 4), (0, 4, 16)),
         (rig.draft(2, 1, None), (0, 9, 2)),
         (rig.fill(1, 1, 4), (0, 4, 1)),
@@ -104,6 +110,7 @@ def test_a_stage_is_timed_over_its_own_layers_and_positions(
         (rig.verify(2, 3, 0), (0, 9, 6)),
     ):
         passes.clear()
+        assert run is not None
         run()
         run()
         assert passes == [expected] * 2
@@ -111,6 +118,23 @@ def test_a_stage_is_timed_over_its_own_layers_and_positions(
     for run in (rig.lookup(2, 6), rig.shadow(3, 4, 2)):
         run()
     assert not passes, "no layers are run to look up, or to read hidden states that are there"
+
+
+def test_passes_over_the_first_layers_are_timed_after_another_but_for_the_first(
+    tiny_decoder: Decoder, passes: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The near caches then hold what they read. Each pass has its number as its time here."""
+    rig, linked = Rig(tiny_decoder, [], list(range(30)), 3, 17), Stages.run_linked
+
+    def numbered(*call: Any) -> Any:
+        counts = linked(*call)
+        return {number: replace(count, seconds=1e-3 * number) for number, count in counts.items()}
+
+    monkeypatch.setattr(Stages, "run_linked", numbered)
+    again = rig.draft(3, 1, 4), rig.fill(3, 5, 4), rig.check(2, 4, 0, 6)
+    once = rig.first(3, 4), rig.plain(2), rig.check(2, 4, 4, 6), rig.verify(2, 3, 0), rig.verify(2, 3, 4)
+    assert [run() for run in again] == [pytest.approx(2.5)] * 3 and followers == [3] * 3
+    assert [run() for run in once if run] == [pytest.approx(1.0)] * 5 and followers[3:] == [1] * 5
 
 
 def test_every_row_of_a_rig_has_the_context(tiny_decoder: Decoder) -> None:

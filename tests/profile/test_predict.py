@@ -148,6 +148,28 @@ def test_looked_up_rounds_by_hand() -> None:
     assert cost.ms == pytest.approx(0.25 + (4 * 8 + 2 * (4 + 8)) / 6) and cost.layers == pytest.approx(9)
 
 
+def test_the_first_of_several_passes_over_the_first_layers_takes_more() -> None:
+    """Of a drafting exit in each cycle; of checks of what was looked up once a round that has one."""
+    stages = dict(constant_costs().stages)
+    cold = {f"cold/{layer}": Linear(constant_ms=0.5 + layer) for layer in LAYERS}
+    warm, times = (PassTimes(LatencyModel(each), 30) for each in (stages, stages | cold))
+
+    def more(plan: SpeculativeConfig, rows: int = 1) -> float:
+        rounds = RoundCounter(hand_recording()).count(plan)
+        ms = [round_costs(plan, rounds, [rows], each, 9)[rows].ms for each in (warm, times)]
+        return ms[1] - ms[0]
+
+    assert more(THREE_TIER) == pytest.approx(2.5 * 4 / 3), "four cycles in three rounds"
+    assert more(exit_plan(3)) == more(exit_plan(3), 4) == pytest.approx(2.5)
+    looked_up = {"draft": DraftConfig(kind="ngram", ngram=SIZES), "num_draft_tokens": 3}
+    assert more(SpeculativeConfig(**looked_up, num_checks=1)) == 0.0, "a verify of all layers comes alone"
+    checked = SpeculativeConfig(**looked_up, check=CheckConfig(layer=5), num_checks=1)
+    assert more(checked) == pytest.approx(5.5 * 2 / 6), "of six rounds four have nothing to check"
+    assert more(checked, 2) == pytest.approx(5.5 * (1 - (4 / 6) ** 2))
+    several = SpeculativeConfig(**looked_up, check=CheckConfig(layer=5), num_checks=2)
+    assert more(several) == pytest.approx(5.5)
+
+
 def test_speed_is_tokens_over_prompts_and_rounds() -> None:
     predictor = predictor_of(hand_recording())
     plain = predictor.predict(None)

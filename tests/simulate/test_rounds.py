@@ -86,11 +86,12 @@ def test_rounds_cost_what_the_controller_expects_of_them(
     name: str, kept: float, found: float, is_static: bool
 ) -> None:
     """Where nothing is left to chance the two have to agree, stage by stage."""
+    cold = {"cold/4": {"constant_ms": 0.7}, "cold/8": {"constant_ms": 1.1}}
     config = of_route(
         name,
         kept,
         found,
-        latency={"stages": STAGES, "is_static": is_static, "row_buckets": [6] if is_static else []},
+        latency={"stages": STAGES | cold, "is_static": is_static, "row_buckets": [6] if is_static else []},
     )
     done = run(config)
     route = config.routes[name].route
