@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NAME = "hispec_causal"  # among transformers' attention functions
+AHEAD = "positions_ahead"  # what a layer is told by, that so many keys are there of an earlier pass
 # On a CPU, in bfloat16, products and a softmax of short rows take a third of the fused kernel's time; beyond
 # this length whole score matrices take more memory than they save time.
 _SHORT = 512
@@ -66,8 +67,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, low: int, high: int) 
 
 
 def register() -> None:
-    """Makes `causal_attention` known to transformers, as NAME: no mask is made then, so rows must be padded
-    on the right."""
+    """Makes `causal_attention` known to transformers, as NAME: no mask is made then, so rows must be whole,
+    but for what AHEAD says, and padded on the right."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _of_transformers)
@@ -81,8 +82,9 @@ def _of_transformers(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    positions_ahead: int = 0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    if attention_mask is not None:
-        raise ValueError(f"{NAME} takes rows without a mask, as training has them")
+    if attention_mask is not None or key.shape[2] != query.shape[2] + positions_ahead:
+        raise ValueError(f"{NAME} takes whole rows without a mask, as training has them, and no KV cache")
     return causal_attention(query, key, value, scaling, sliding_window), None

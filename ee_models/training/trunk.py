@@ -91,6 +91,10 @@ class PromptKV:
         """keys, values: [rows, kv_heads, positions, head_dim]; None: those of the pass to come"""
         self.keys, self.values = keys, values
 
+    @property
+    def num_positions(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values to attend to, of those of a pass."""
         if self.keys is None or self.values is None:
@@ -179,6 +183,8 @@ class Trunk(nn.Module):
         kv = [PromptKV() for _ in self.model.base_model.layers]
         with torch.no_grad(), watched(None, kv) as of_prompt:
             self._pass(batch.token_ids[:, :first], 0, weights)
+        # Older versions of torch would give the pass that learns weights that were cast without a gradient.
+        torch.clear_autocast_cache()
         with watched(learning, kv) as found:
             self._pass(batch.token_ids[:, first:], first, weights)
         return {layer: torch.cat((of_prompt[layer], hidden), dim=1) for layer, hidden in found.items()}
@@ -315,7 +321,7 @@ def _watched(
             of_layer = kv[layer]
             if learning is not None and is_deep(layer):
                 of_layer = of_layer.of(learning.rows)
-            return args, kwargs | {"past_key_values": of_layer}
+            return args, kwargs | {"past_key_values": of_layer, attention.AHEAD: of_layer.num_positions}
 
         return before
 
@@ -387,7 +393,7 @@ def collate(
     """Rows padded on the right to the longest, and on to a multiple of `pad_to`, on `device`; only response
     tokens are targets. prompts_learn: False = what lies in the prompts of all rows, ahead of the places that
     predict, has no gradient, down to a multiple of `pad_to`."""
-    # Padded with token 0, which attention_mask hides.
+    # Padded with token 0, which nothing real attends to.
     token_ids = pad_sequence([torch.tensor(example.token_ids) for example in examples], batch_first=True)
     token_ids = F.pad(token_ids, (0, -token_ids.shape[1] % pad_to))
     position = torch.arange(token_ids.shape[1])

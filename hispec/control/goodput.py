@@ -112,6 +112,10 @@ class PlanGrid:
         self._looks_up = np.array(
             [route is not None and not route.traits.computes for route in kinds], np.float64
         )
+        self._drafts_by_exit = np.array(
+            [route is not None and route.traits.computes and not route.traits.has_model for route in kinds],
+            bool,
+        )
         self._exit_drafts = np.array(
             [(route and route.num_exit_tokens) or self.num_drafts for route in kinds], np.int64
         )
@@ -274,11 +278,7 @@ class PlanGrid:
         first = np.minimum(sizes.drafts, 1)
         offered = widths.looked[entry, first] * found + widths.computed[entry, first] * (1.0 - found)
         bare = np.where(has_check & (sizes.checks == 1), (1.0 - offered) ** rows, 0.0)
-        # Of exits, in each cycle that passes through their layers; of checks of what was looked up, once.
-        is_once = self._looks_up[sizes.route] > 0
-        out[0, COLD_SLOT] = np.where(
-            is_once, has_check * (1.0 - bare), np.maximum(fed, any_alive[entry, last, 0])
-        )
+        out[:, COLD_SLOT] = self._cold(sizes, run, bare) * np.array([[1.0], [rows], [rows]])
         out[:, CHECK_SLOT] = (
             run * (1.0 - bare),
             cycles * rows * (1.0 - bare),
@@ -291,6 +291,13 @@ class PlanGrid:
             rows * (np.where(has_check, cycles, 1.0) * tentative - bare),
         )
         return out
+
+    def _cold(self, sizes: Sizes, run: Floats, bare: Floats | float) -> Floats:
+        """[plans]: passes over the first layers that follow none over the same. An exit drafts in every cycle
+        that is `run`; after a draft model they are a check's, and after prompt lookup the first check's of a
+        round; neither is there in a `bare` one."""
+        of_check = np.where(self._looks_up[sizes.route] > 0, sizes.has_check, run) * (1.0 - bare)
+        return np.where(self._drafts_by_exit[sizes.route], run, of_check)
 
     def _static_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
         """As `_packed_passes`: every pass takes its whole rectangle, and none is left out but those of cycles
@@ -305,7 +312,7 @@ class PlanGrid:
         out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = checks, checks * rows
         out[:, FEED_SLOT] = checks, checks * rows, checks * rows * places
         out[:, CHECK_SLOT] = out[:, FEED_SLOT]
-        out[0, COLD_SLOT] = np.where(self._looks_up[sizes.route] > 0, sizes.has_check, checks)
+        out[:, COLD_SLOT] = self._cold(sizes, checks, 0.0) * np.array([[1.0], [rows], [rows]])
         out[:, VERIFY_SLOT] = (
             np.ones(len(places)),
             np.full(len(places), rows),

@@ -37,8 +37,9 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
         out[DRAFT_SLOT], out[FILL_SLOT] = [f"draft{name}"], [f"fill{name}"]
         if route.traits.is_mixed:
             out[FEED_SLOT] = [f"fill{name}"]
-    if first := high if route.traits.has_model else low or high:
-        out[COLD_SLOT] = [cold_stage(first)]
+    drafts_by_exit = route.traits.computes and not route.traits.has_model
+    if (cold_layer := low if drafts_by_exit else high) is not None:
+        out[COLD_SLOT] = [cold_stage(cold_layer)]
     for layer in sorted(set(along) - {low, high}):
         if layer < low:
             passes = [slot for slot in (DRAFT_SLOT, FILL_SLOT, FEED_SLOT) if slot in out]

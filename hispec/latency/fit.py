@@ -21,7 +21,7 @@ _ALIKE = 1e-6  # share of a column that others must leave unexplained, or it say
 # Of coefficients that say the same, the first is kept.
 _COEFFICIENTS = ("constant_ms", "token_ms", "context_ms", "pair_ms", "row_ms")
 _OF_TOKENS = _COEFFICIENTS.index("token_ms")
-_ITERATIONS = 200  # of least squares: each takes a coefficient in, of a few dozen
+_ITERATIONS = 3  # of least squares, for each coefficient: each takes one in, and may drop others
 _SLACK = 1e-9  # gradient of a coefficient that would be taken in for rounding's sake alone
 
 
@@ -234,7 +234,7 @@ def non_negative(relative: Floats, target: Floats | None = None) -> Floats:
     gram = scaled.T @ scaled
     wanted = scaled.sum(axis=0) if target is None else scaled.T @ target
     found, taken = np.zeros(len(scale)), np.zeros(len(scale), bool)
-    for _ in range(_ITERATIONS):
+    for _ in range(_ITERATIONS * len(scale)):
         gradient = np.where(taken, -np.inf, wanted - gram @ found)
         best = int(gradient.argmax())
         if gradient[best] <= _SLACK:

@@ -53,12 +53,15 @@ class _Made:
 
 def fit_profile(points: Iterable[Point], num_layers: int) -> dict[str, StageFit]:
     """The cost of each stage that has points, of a model with so many layers: of passes through them
-    together, unless one by one they predict held-out points better; of other stages by itself."""
+    together, if they were timed as passes alone, and unless one by one they predict held-out points better;
+    of other stages by itself. On a GPU, and where passes are not linked, a stage has work of its own besides
+    its layers."""
     stages = by_stage(points)
     alone = {stage: fit_stage(each) for stage, each in stages.items()}
     made = {stage: found for stage in stages if (found := _made_of(stage, num_layers))}
     passes = {stage: stages[stage] for stage in made}
-    if sum(map(len, passes.values())) < LEAST_POINTS:
+    is_linked = any(stage.startswith("first/") for stage in stages)
+    if not is_linked or sum(map(len, passes.values())) < LEAST_POINTS:
         return alone
     joint = _fit_passes(passes, made)
     return alone | joint if _error(joint) < _error({stage: alone[stage] for stage in joint}) else alone

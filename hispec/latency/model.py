@@ -94,7 +94,7 @@ class Linear:
 
 
 NOTHING = Linear()
-_FREE = frozenset({"lookup", "round", "cold"})  # cost nothing if nothing is said of them
+_FREE = frozenset({"lookup", "round"})  # cost nothing if nothing is said of them, as cold ones
 
 
 def cold_stage(layer: int) -> str:
@@ -159,7 +159,7 @@ class LatencyModel:
         try:
             return self.stages[name]
         except KeyError:
-            if name.partition("/")[0] in _FREE:
+            if name in _FREE or name.startswith("cold/"):
                 return NOTHING
             there = ", ".join(sorted(self.stages))
             raise ConfigError(

@@ -113,7 +113,7 @@ class LatencyProfile(Settings):
     """
 
     format: Literal["hispec latency profile"] = "hispec latency profile"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     fingerprint: str
     subject: Subject
     date: str
@@ -199,7 +199,7 @@ def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> 
     except ValueError as error:
         raise ConfigError(f"the latency profile {path} is damaged: {error}; {_AGAIN} {path}") from None
     if isinstance(values, dict):
-        for name, known in (("format", _FORMAT), ("version", 2)):
+        for name, known in (("format", _FORMAT), ("version", 3)):
             if values.get(name) != known:
                 raise ConfigError(
                     f"{path} is not a latency profile of this hispec: {name} is {values.get(name)!r},"

@@ -34,7 +34,7 @@ from .timing import Timed
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
-_AGAIN = 2  # passes over the same layers that follow one another
+_TIMED_AGAIN = 2  # passes over the same layers that are timed after a first one
 
 
 def blocks_of(context_len: int, window: int) -> int:
@@ -264,7 +264,7 @@ class Rig:
         before them has left, unless it is the first. None where passes do not run so, or nothing tells them
         the time."""
         is_again = over.lo == 0 and over.hi < self._num_layers and not is_first
-        timed_ones = range(2, 2 + _AGAIN) if is_again else range(1, 2)
+        timed_ones = range(2, 2 + _TIMED_AGAIN) if is_again else range(1, 2)
         passes = {0: Pass(0, self._num_layers), **dict.fromkeys(range(1, timed_ones.stop), over)}
         if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
             return None

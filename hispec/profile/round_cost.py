@@ -107,7 +107,7 @@ def round_costs(
             bare, check, verify = (
                 times.one_each(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
             )
-            if DRAFT_SLOT not in slots:
+            if plan.draft.layer is None:  # a check's layers are the first
                 check += times.one_each(slots[COLD_SLOT], num)
             ms += (rounds.unchecked / rounds.rounds) ** num * (bare - check - verify)
         if LOOKUP_SLOT in slots:

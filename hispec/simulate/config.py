@@ -11,7 +11,7 @@ from ..config import TRAITS, DraftKind, GoodputConfig, SchedulingConfig, Setting
 from ..config.base import Pair, Tuple
 from ..control.choice import Route
 from ..errors import nearest, shown
-from ..latency.model import rising, stage_names
+from ..latency.model import cold_stage, rising, stage_names
 from .arrivals import ArrivalsConfig
 from .distributions import Distribution, Shares, constant
 
@@ -55,12 +55,12 @@ class StageSettings(Settings):
 
 def _check_stage(name: str) -> str:
     layers = {int(digits) for digits in re.findall(r"\d+", name[:MOST_NAME])[:2]} - {0}
-    known = stage_names(layers, layers, has_draft_model=True)
+    known = [*stage_names(layers, layers, has_draft_model=True), *map(cold_stage, sorted(layers))]
     if name not in known:
         raise ValueError(
             f"{shown(name)} is no stage{nearest(name[:MOST_NAME], known)}; there are plain, prefill, swap,"
-            " round, lookup, draft_model, fill_model and, with numbers of layers, draft/D, fill/D, along/D,"
-            " shadow/D, check/lo-C and verify/lo"
+            " round, lookup, draft_model, fill_model and, with numbers of layers, draft/D, fill/D, cold/D,"
+            " along/D, shadow/D, check/lo-C and verify/lo"
         )
     return name
 

@@ -157,8 +157,9 @@ def _round(tables: Tables, rows: Rows, plan: RoundPlan, num_ready: int, now: flo
             num, tokens = paid, paid * (plan.num_drafts + 1)
         draft_s, draft_passes = _draft_cost(tables, states, plan, num, context)
         slot = VERIFY_SLOT if not has_check else BARE_SLOT if skipped else CHECK_SLOT
-        # A check of what was looked up finds in later cycles what it has read before.
-        if draft_passes > 0 or (cycle == 0 and slot == CHECK_SLOT):
+        # The first pass over the first layers is an exit's, in every cycle; or else a check's, which finds
+        # what it has read in the cycle before, unless a draft model has passed meanwhile.
+        if passes[DRAFT_SLOT] > 0 or (slot == CHECK_SLOT and (cycle == 0 or draft_passes > 0)):
             draft_s += cost(stages[COLD_SLOT], num, num, context)
         seconds = seconds + draft_s + cost(stages[slot], num, tokens, context)
         num_passes = num_passes + draft_passes * passes[DRAFT_SLOT] + passes[slot]

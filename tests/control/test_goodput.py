@@ -249,6 +249,7 @@ def test_static_shapes_cost_their_rectangles_whatever_is_accepted() -> None:
     bucket, context = 4, 900.0  # three rows are run as four, whose context is that of three
     passes = {
         "lookup": (2, 1),
+        "cold/4": (2, 1),
         "fill/4": (2, 1),
         "draft/4": (8, 1),
         "check/4-15": (2, 7),

@@ -53,6 +53,7 @@ def cpu_like(scale: Mapping[str, float] | None = None, is_static: bool = False) 
         put(f"verify/{low}", 30 - low, 1)
     put("verify/15", 15, 1)
     stages["lookup"], stages["round"] = Linear(0.05, 0.02), Linear(1.0, 0.1)
+    stages["cold/4"], stages["cold/15"] = Linear(0.7, 0.01), Linear(1.9, 0.02)
     stages["along/4"] = stages["along/15"] = Linear(0.1, 0.0, 0.01)
     return LatencyModel(stages, is_static, tuple(1 << bit for bit in range(9)) if is_static else ())
 
@@ -181,8 +182,13 @@ class Machine:
                     cost(f"fill/{low}", len(looked), sum(cycle[2] + 1 for cycle in looked)) if looked else 0.0
                 )
             drafts = sum(cycle[2] for cycle in here)
+            by_exit = route.kind not in ("ngram", "model")
+            if by_exit:
+                total += cost(f"cold/{low}", len(here), len(here))
             if high is None or (plan.num_checks == 1 and not drafts):
                 return total + cost(f"verify/{low}", len(here), drafts + len(here))
+            if not by_exit and (at == 0 or route.kind == "model"):
+                total += cost(f"cold/{high}", len(here), len(here))
             total += cost(f"check/{low}-{high}", len(here), drafts + len(here))
         return total + cost(f"verify/{high}", rows, sum(row[1] for row in verified) + idle)
 

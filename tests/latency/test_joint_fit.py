@@ -65,6 +65,7 @@ def test_without_noise_it_is_what_was_measured(shape: Shape, rows: int) -> None:
     points = measured(costs(shape), rows=rows)
     found = fit_profile(points, LAYERS)
     assert list(found) == list(dict.fromkeys(point.stage for point in points))
+    assert found["verify/4"] != fit(points)["verify/4"], "fitted together"
     for point in points:
         cost = found[point.stage].cost(point.rows, point.tokens, point.context_tokens)
         assert cost == pytest.approx(point.ms, rel=0.03), point
@@ -113,8 +114,14 @@ def test_what_is_no_pass_through_layers_is_fitted_by_itself() -> None:
     assert any(found[stage] != alone[stage] for stage in found)
 
 
+def test_stages_that_were_not_timed_as_passes_alone_are_fitted_one_by_one() -> None:
+    """As on a GPU, where a stage is what its graph does."""
+    points = [each for each in measured(costs(flat_then_rising), noise=0.08) if "first" not in each.stage]
+    assert fit_profile(points, LAYERS) == fit(points)
+
+
 def test_too_few_passes_are_fitted_all_the_same() -> None:
-    points = [Point("plain", 1, 1, 64, 10.0), Point("verify/0", 1, 4, 64, 11.0)]
+    points = [Point(stage, 1, 1, 64, 10.0) for stage in ("plain", "verify/0", "first/4")]
     assert fit_profile(points, LAYERS) == fit(points)
     assert fit_profile([], LAYERS) == {}
 

@@ -334,7 +334,7 @@ def spoilt(path: Path, change: Callable[[Any], None]) -> str:
         ("subject.exits", {"7": {}}, "no exits at layers 7"),
         ("subject.model.hidden_size", 64, "fingerprint='.*' is not that of its subject"),
         ("format", "hispec trace", "format is 'hispec trace', expected 'hispec latency profile'"),
-        ("version", 1, "version is 1, expected 2"),
+        ("version", 2, "version is 2, expected 3"),
     ],
 )
 def test_a_file_with_a_bad_value_is_refused_by_its_place(

@@ -274,7 +274,7 @@ def test_an_oracle_takes_every_experiment_that_it_foresees() -> None:
 
 
 def test_all_stages_of_a_latency_model_may_be_given() -> None:
-    names = stage_names([4, 8, 15], [4, 8], has_draft_model=True)
+    names = [*stage_names([4, 8, 15], [4, 8], has_draft_model=True), "cold/4", "cold/15"]
     settings = experiment(latency={"stages": {name: {"constant_ms": 1.0} for name in names}}).latency
     assert settings.stages is not None and list(settings.stages) == names
 

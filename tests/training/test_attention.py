@@ -96,10 +96,13 @@ def test_a_long_row_is_cut_where_the_first_part_leaves_the_second_alone(
     assert seen == [(0, 128), (0, 128), (128, 200), (96, 128), (128, 200), (128, 200), (160, 200)]
 
 
-def test_a_mask_is_refused(tmp_path: Path) -> None:
+def test_a_cache_or_a_mask_is_refused(tmp_path: Path) -> None:
     model = load_trainable(tiny_checkpoint(tmp_path / "model", num_layers=1))
+    refused = "whole rows without a mask, as training has them, and no KV cache"
+    with pytest.raises(ValueError, match=refused):
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="takes rows without a mask, as training has them"):
+    with pytest.raises(ValueError, match=refused):
         model(torch.ones(1, 3, dtype=torch.long), attention_mask=mask)
 
 

@@ -349,6 +349,10 @@ def test_prompts_that_do_not_learn_pass_forward_only(
     )
     with torch.no_grad():  # nothing to save where nothing has a gradient
         torch.testing.assert_close(task.module(part)[0], whole.module(of_whole)[0])
+    with torch.autocast("cpu", torch.bfloat16):  # weights that were cast for prompts learn all the same
+        narrow = gradients(task, task.module(part)[0])
+    for one, another in zip(narrow[0], wanted[0], strict=True):
+        assert (one - another).norm() <= 0.2 * another.norm() + 1e-6
 
 
 def test_short_prompts_learn_whatever_is_said(checkpoint: Checkpoint) -> None:
@@ -512,6 +516,8 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
     settings = replace(SETTINGS, dropout_max=0.3, prompts_learn=prompts_learn)
     make, run = partial(make_task, checkpoint, settings, prompts=0.8), partial(run_task, compile=compiled)
     whole = make()
+    parts = [part for step in range(6) for part in whole.micro_batches(step, 0, 1, CPU)]
+    assert prompts_learn == all(part.batch.forward_only == 0 for part in parts)
     run(whole, tmp_path / "whole")
     cut = make()
 
