@@ -114,15 +114,15 @@ FAULTS = (
     Fault(
         "the first of several passes over the same layers is among those that follow it",
         "hispec/measure/stage_bench.py",
-        "range(2, 2 + _AGAIN) if is_again",
-        "range(1, 2 + _AGAIN) if is_again",
+        "range(2, 2 + _TIMED_AGAIN) if is_again",
+        "range(1, 2 + _TIMED_AGAIN) if is_again",
         ("tests/latency/test_stage_bench.py",),
     ),
     Fault(
         "a controller has every check of what was looked up read its layers anew",
         "hispec/control/goodput.py",
-        "is_once, has_check * (1.0 - bare),",
-        "is_once, has_check * run * (1.0 - bare),",
+        "np.where(self._looks_up[sizes.route] > 0, sizes.has_check, run)",
+        "(run + 0.0 * sizes.has_check)",
         ("tests/simulate/test_rounds.py",),
     ),
     Fault(

@@ -295,6 +295,7 @@ def test_rows_that_stop_drafting_make_later_passes_cheaper() -> None:
     passes += [
         float(cpu_like()["fill/4"](1.0, 1.0, 100.0)) * 0.5**8,
         float(cpu_like()["round"](1.0, 1.0, 100.0)),
+        float(cpu_like()["cold/4"](1.0, 1.0, 100.0)),
     ]
     passes += [float(cpu_like()["verify/4"](1.0, 1.0 + sum(0.5**step for step in range(1, 9)), 100.0))]
     assert grid.milliseconds(grid.widths(unsure), 1, 100.0)[-1] == pytest.approx(sum(passes), rel=1e-6)

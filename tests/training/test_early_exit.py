@@ -352,7 +352,7 @@ def test_prompts_that_do_not_learn_pass_forward_only(
     with torch.autocast("cpu", torch.bfloat16):  # weights that were cast for prompts learn all the same
         narrow = gradients(task, task.module(part)[0])
     for one, another in zip(narrow[0], wanted[0], strict=True):
-        assert (one - another).norm() <= 0.2 * another.norm() + 1e-6
+        assert (one * another).sum() >= 0.7 * one.norm() * another.norm() and one.norm() > 0
 
 
 def test_short_prompts_learn_whatever_is_said(checkpoint: Checkpoint) -> None:
