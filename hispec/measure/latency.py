@@ -24,7 +24,7 @@ from ..control.candidates import exit_layers
 from ..errors import ConfigError
 from ..latency.fit import Point
 from ..latency.joint_fit import cold_stages, fit_profile
-from ..latency.model import LatencyModel, cold_stage
+from ..latency.model import LatencyModel
 from ..latency.profile_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
 from ..runner.buckets import row_buckets
 from ..runner.cuda_graphs import GraphDevice
@@ -175,8 +175,8 @@ def measure_latency(
         ]
     subject = subject_of(decoder, layers, exits, draft_model)
     fits = fit_profile(points, decoder.config.num_layers)
-    fits |= cold_stages(fits, layers)
-    stages = {name: StageCost.of(each) for name, each in fits.items()}
+    cold = cold_stages(fits, layers)
+    stages = {name: StageCost.of(each) for name, each in (fits | cold).items()}
     return LatencyProfile(
         fingerprint=subject.fingerprint,
         subject=subject,
@@ -186,11 +186,7 @@ def measure_latency(
         max_num_seqs=max_num_seqs,
         is_static=is_static,
         row_buckets=tuple(sorted(row_buckets(max_num_seqs))) if is_static else (),
-        stages={
-            name: stages[name]
-            for name in (*subject.stage_names, *map(cold_stage, layers))
-            if name in stages or name in subject.stage_names
-        },
+        stages={name: stages[name] for name in (*subject.stage_names, *cold)},
         points=tuple(map(TimedPass.of, points)),
     )
 
