@@ -2,7 +2,7 @@
 some prompts and compared on others.
 
     python benchmarks/hierarchy.py MODEL --tune TUNE.jsonl --prompts HELD_OUT.jsonl [--batch-size 1 4 16]
-    [--max-tokens 64] [--repeats 1] [--dtype bfloat16] [--quantization int8]
+    [--max-tokens 64] [--repeats 1] [--dtype bfloat16] [--quantization int8] [--exact-verify]
     [--trees] [--no-timing] [--json FILE]
 
 Both files are inputs of jobs, as benchmarks/prompts.py writes them, and share no prompt. Decoding is greedy.
@@ -60,15 +60,16 @@ from hispec.utils.environment import environment, hardware_text, watch_others
 from hispec.utils.files import check_target, write_json
 
 RECORDED_ROWS = 16
+NUMBERS = "dtype", "quantization", "exact_verify"  # settings of the engine that decide the model's numbers
 
 
 # ---- inputs ----
 
 
-def make_job(model: str, path: Path, dtype: str = "auto", quantization: str | None = None) -> Job:
-    """The job whose input is at `path`; nothing is written to its output."""
+def make_job(model: str, path: Path, **engine: Any) -> Job:
+    """The job whose input is at `path`, with these settings of the engine; nothing is written to its output."""
     about = {"model": model, "input": {"path": path}, "output": {"path": "unused"}}
-    job = build(Job, about | {"engine": {"dtype": dtype, "quantization": quantization}})
+    job = build(Job, about | {"engine": engine})
     count_rows(job.input)
     return job
 
@@ -149,7 +150,7 @@ def record_and_count(
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     drafters = ("exit", "ngram", "hybrid", *(("tree",) if trees else ()))
     rows = min(RECORDED_ROWS, max(len(tune), len(held_out)))
-    numbers = {"dtype": job.engine.dtype, "quantization": job.engine.quantization}
+    numbers = job.engine.model_dump(include=set(NUMBERS))
     with LLM(job.model, max_num_seqs=rows, **numbers) as llm:
         candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(drafters=drafters), candidates, None)
@@ -193,9 +194,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     if arguments.json is not None:
         check_target("--json", arguments.json)
+    numbers = {name: getattr(arguments, name) for name in NUMBERS}
     tune_job, job = (
-        make_job(arguments.model, path, arguments.dtype, arguments.quantization)
-        for path in (arguments.tune, arguments.prompts)
+        make_job(arguments.model, path, **numbers) for path in (arguments.tune, arguments.prompts)
     )
     tune, held_out = good_rows(tune_job), good_rows(job)
     check_apart(tune, held_out)
@@ -246,6 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each plan (default: 1)")
+    parser.add_argument(
+        "--exact-verify", action="store_true", help="as engine.exact_verify of a job: bits on a GPU"
+    )
     parser.add_argument("--trees", action="store_true", help="search trees of an exit's drafts too")
     parser.add_argument("--dtype", default="auto", help="as engine.dtype of a job (default: auto)")
     parser.add_argument("--quantization", help="as engine.quantization of a job (default: none)")
