@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 # Multiplications of a pass's products from which other threads are worth their waiting for each other.
 _PARALLEL_FROM = 1 << 18
-_KEPT_TOKENS = 64
+# Of a pass's memory, what is kept for the next one. Beyond, each pass that reaches further has new pages from
+# the system, which it clears.
+_KEPT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,7 @@ class FusedPasses:
             call.team_size, call.barrier = self._threads.team_size, scratch.barrier_address
         _share_scratch(call, scratch.memory.data_ptr(), starts)
         self._threads.run(run_pass, ctypes.addressof(call), num_threads)
-        if num_tokens <= _KEPT_TOKENS:
-            self._scratch = scratch
+        self._keep_scratch(scratch)
         return Output(hidden, logits, best, sums)
 
     def run_linked(
@@ -246,8 +247,7 @@ class FusedPasses:
             for call in calls:
                 call.barrier = scratch.barrier_address
         self._threads.run(run_linked, ctypes.addressof(linked), num_threads)
-        if most <= _KEPT_TOKENS:
-            self._scratch = scratch
+        self._keep_scratch(scratch)
         return {
             number: LinkedCounts(passes, tokens, nanoseconds / 1e9)
             for number, (passes, tokens, nanoseconds) in enumerate(counts.tolist())
@@ -302,15 +302,19 @@ class FusedPasses:
         return positions, slots, tables, cu_q_lens, numbers, of_attention, paths, path_starts
 
     def _take_scratch(self, total: int, like: Tensor) -> _Scratch:
-        """Memory for so many numbers of four bytes. That of short passes is kept between them, since new
-        memory costs a pass of few tokens as much as all of its norms; while one runs it is not there, so that
-        another thread's pass makes its own. After an exception it is gone, with a barrier of which nobody
-        knows who waits there."""
+        """Memory for so many numbers of four bytes. It is kept between passes, since new memory costs a pass
+        of few tokens as much as all of its norms; while one runs it is not there, so that another thread's
+        pass makes its own. After an exception it is gone, with a barrier of which nobody knows who waits
+        there."""
         scratch, self._scratch = self._scratch, None
         if scratch is None or scratch.memory.numel() < total:
             barrier = self._threads.make_barrier()
             scratch = _Scratch(like.new_empty(total, dtype=torch.float32), barrier, barrier.ctypes.data)
         return scratch
+
+    def _keep_scratch(self, scratch: _Scratch) -> None:
+        if scratch.memory.nbytes <= _KEPT_BYTES:
+            self._scratch = scratch
 
 
 def _lay_out(sizes: Mapping[str, int], num_tokens: int) -> tuple[dict[str, int], int]:

@@ -198,18 +198,19 @@ class StepLoop:
         """Computes a chunk of waiting prompts, and launches a round for the requests that are ready."""
         scheduler = self._scheduler
         step = scheduler.schedule(self._choice.plan.window, time.monotonic())
-        ready, num_together = [scheduler.running[row] for row in step.limits], 1
+        ready, num_together = [scheduler.running[row] for row in step.limits], 0
         if ready:
             self._choice = self._recorder.control.choose(
                 [request.number for request in ready], sum(len(request.token_ids) for request in ready)
             )
-            if len(ready) == len(scheduler.running):  # else prompts are to be computed between rounds
-                num_together = min(
-                    self._rounds.num_together(self._plans.runtime, self._choice, ready),
-                    self._recorder.control.rounds_left,
-                    scheduler.rounds_until_review,
-                )
-            scheduler.fit(step, self._choice.plan.window, num_together)
+            num_together = min(
+                self._rounds.num_together(self._plans.runtime, self._choice, scheduler.running),
+                self._recorder.control.rounds_left,
+                scheduler.rounds_until_review,
+            )
+            if len(ready) < len(scheduler.running):  # prompts are to be computed between rounds
+                num_together = min(num_together, 1)
+            scheduler.fit(step, self._choice.plan.window, max(1, num_together))
         self._tables.update([request.table.blocks for request in scheduler.running])
         started = time.perf_counter()
         runtime = self._plans.runtime

@@ -49,8 +49,8 @@ class Rows:
     keeps_logits   whether logits are read after the round
     watches        whether the predictions of exits that are not in use are recorded
     most_places    places that any row may process in a round
-    num_rounds     rounds that run together at most
-    ends           of rounds that run together, positions that each row has KV blocks for
+    num_rounds     rounds that run as one call at most; 0: one that does not
+    ends           positions that each row has KV blocks for
     """
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
@@ -59,7 +59,7 @@ class Rows:
     keeps_logits: bool
     watches: bool = False
     most_places: int = 0
-    num_rounds: int = 1
+    num_rounds: int = 0
     ends: Sequence[int] = ()
 
 
@@ -151,7 +151,8 @@ class PackedLauncher:
             keeps_logits=rows.keeps_logits,
             watch=_watch(runtime, plan, rows, num_rows, device),
         )
-        if rows.num_rounds > 1:
+        # A single one of plain decoding is a single pass.
+        if rows.num_rounds > 1 or (rows.num_rounds == 1 and not plan.is_plain):
             _, _, caps, rooms, _ = torch.from_numpy(rows.inputs)
             together = Together(rows.num_rounds, _stop_ids(rows), caps, rooms, torch.tensor(rows.ends))
             result = run_together(*_how(runtime, plan), batch, runtime.gate(plan), together)

@@ -41,13 +41,11 @@ _LEAST_ROUND_MS = 0.1  # the clock may have stood still
 _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
 
 
-def _may_run_on(request: Request) -> bool:
-    """Whether nothing is to be done between two rounds of the request's: no look at logits or at its text,
-    nothing that the sampler counts."""
+def _may_be_one_call(request: Request) -> bool:
+    """Whether nobody looks at the logits of the request's rounds, or changes them."""
     params = request.params
     return not (
         params.logprobs is not None
-        or params.stop
         or params.has_penalties
         or params.min_tokens
         or params.logit_bias
@@ -124,15 +122,20 @@ class RoundRunner:
         return self._scheduled
 
     def num_together(self, runtime: PlanRuntime, choice: Choice, requests: Sequence[Request]) -> int:
-        """Rounds that these requests should run together, one after the other without the host: on a CPU, as
-        many as take engine.max_run_ms, by those before. 1 where something is to be done between two rounds,
-        and where those of a plan are no single call."""
-        if choice.watches or self._launcher.runs_ahead or not all(map(_may_run_on, requests)):
-            return 1
+        """Rounds that these requests, all that have a row, should run as one call, without the host between
+        their passes: on a CPU, as many as take engine.max_run_ms, by those before; 1 where a text is to be
+        looked at between two. 0: a round that is no such call, since its logits are asked for, or a plan's
+        passes are none."""
+        if self.max_run_ms <= 0.0 or choice.watches or self._launcher.runs_ahead:
+            return 0
+        if not all(map(_may_be_one_call, requests)):
+            return 0
         plan, window = choice.plan, choice.plan.window
         if not plan.is_plain and all(request.cap(window) == 1 for request in requests):
             plan = PLAIN  # as `launch` has it where no row may speculate
         elif not plan.is_plain and not self._can_link(runtime.for_route(choice.route), plan, requests):
+            return 0
+        if any(request.params.stop for request in requests):
             return 1
         # More rows take longer: at most in proportion.
         round_ms, num_rows = self._last_rounds.get(plan, (math.inf, 1))
@@ -150,9 +153,9 @@ class RoundRunner:
         choice: Choice,
         limits: Mapping[int, int],
         stats: EngineStats,
-        num_together: int = 1,
+        num_together: int = 0,
     ) -> Flight:
-        """Launches a round as chosen, or up to num_together, as far as each row has places.
+        """Launches a round as chosen, or up to num_together as one call, as far as each row has places.
         limits: the places that each row may process, by row. If the drafter fails, the round is one of plain
         decoding; and so are all further rounds of its requests, if there is no other drafter."""
         started_s, running = time.perf_counter(), self._scheduler.running

@@ -14,7 +14,7 @@ from .round_inputs import Input
 
 
 def make_rows(
-    running: Sequence[Request], choice: Choice, limits: Mapping[int, int], num_rounds: int = 1
+    running: Sequence[Request], choice: Choice, limits: Mapping[int, int], num_rounds: int = 0
 ) -> Rows:
     """Of the requests `running`, by row. limits: by row, the places that may be processed for those that take
     part, in all rounds together; num_rounds: as Rows."""

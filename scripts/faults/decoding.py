@@ -252,6 +252,13 @@ FAULTS = (
         RUNS,
     ),
     Fault(
+        "a round is one call though a row whose prompt is being computed is sampled",
+        "hispec/engine/step_loop.py",
+        "self._rounds.num_together(self._plans.runtime, self._choice, scheduler.running)",
+        "self._rounds.num_together(self._plans.runtime, self._choice, ready)",
+        RUNS,
+    ),
+    Fault(
         "rounds that run together do not know that a number is none",
         "hispec/decoding/rounds_numba.py",
         "total[row] += evidence[row]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from cache.view import BatchView
 from ee_models.decoder import Decoder
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
-from hispec.decoding import round
+from hispec.decoding import round, rounds_together
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.stages import Stages
 from hispec.engine import Engine
@@ -90,21 +91,25 @@ class Memory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prefill_tokens: int = 1000, rows: int = 1000) -> None:
         self.num_failures = 0
-        prefill, run_round = Stages.prefill, round.run_round
+        prefill = Stages.prefill
 
         def limited_prefill(stages: Stages, token_ids: Tensor, view: BatchView) -> None:
             self._check(token_ids.shape[0] > prefill_tokens)
             prefill(stages, token_ids, view)
 
-        def limited_round(
-            stages: Stages, plan: Plan, judge: Any, drafter: Any, batch: RoundBatch, *gate: Any
-        ) -> Any:
-            result = run_round(stages, plan, judge, drafter, batch, *gate)
-            self._check(int((batch.limits > 0).sum()) > rows)  # in the end, when much has been written
-            return result
+        def limited(run: Callable[..., Any]) -> Callable[..., Any]:
+            def limited_rounds(
+                stages: Stages, plan: Plan, judge: Any, drafter: Any, batch: RoundBatch, *others: Any
+            ) -> Any:
+                result = run(stages, plan, judge, drafter, batch, *others)
+                self._check(int((batch.limits > 0).sum()) > rows)  # in the end, when much has been written
+                return result
+
+            return limited_rounds
 
         monkeypatch.setattr(Stages, "prefill", limited_prefill)
-        monkeypatch.setattr(launchers, "run_round", limited_round)
+        monkeypatch.setattr(launchers, "run_round", limited(round.run_round))
+        monkeypatch.setattr(launchers, "run_together", limited(rounds_together.run_together))
 
     def _check(self, too_much: bool) -> None:
         if too_much:

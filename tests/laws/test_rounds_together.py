@@ -18,6 +18,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec import LLM
 from hispec.config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
+from hispec.decoding.rounds_numba import Stage
 from hispec.decoding.stages import Stages
 from hispec.drafters.ngram import NgramDrafter
 from hispec.engine import Engine
@@ -249,6 +250,9 @@ def test_a_run_lasts_no_longer_than_asked(tiny_decoder: Decoder) -> None:
     engine.add_request(PROMPTS[0], but(GREEDY, max_tokens=3))
     (request,) = engine._loop.requests.values()
     assert rounds.num_together(runtime, choice, [request]) == 3, "its room"
+    for changed, expected in (({"stop": ["x"]}, 1), ({"logprobs": 0}, 0), ({"min_tokens": 1}, 0)):
+        with patch.object(request, "params", but(request.params, **changed)):
+            assert rounds.num_together(runtime, choice, [request]) == expected
     rounds._last_rounds[choice.plan] = 7.4, 2
     assert [rounds.num_together(runtime, choice, [request] * rows) for rows in (2, 4, 8)] == [3, 2, 1]
 
@@ -303,6 +307,27 @@ def test_every_plan_does_in_one_call_what_it_does_round_by_round(
         assert {count: after[count] for count in EVERY_COUNT} == {
             count: before[count] for count in EVERY_COUNT
         }
+
+
+@pytest.mark.parametrize("name", ["ngram", "exit gated", "hybrid sure gated"])
+def test_a_round_by_itself_is_one_call_too(tiny_decoder: Decoder, name: str) -> None:
+    """Also while another's prompt is computed; but not where logits are asked for, or any row is sampled."""
+    single, several = (
+        drafter_engine(tiny_decoder, KINDS[name], max_run_ms=each, max_prefill_tokens=8)
+        for each in (0.0, 1e-3)
+    )
+    expected = run(single, TEXTS, MIXED)
+    with spied(Stages, "run_linked") as calls:
+        assert run(several, TEXTS, MIXED) == expected
+    before, after = single.stats(), several.stats()
+    assert after["steps"] == before["steps"] and len(calls) > after["steps"] // 2
+    for each in calls:
+        assert sum(each[stage].passes for stage in (Stage.VERIFY, Stage.VERIFY_DRAFTS) if stage in each) == 1
+    assert {count: after[count] for count in EVERY_COUNT} == {count: before[count] for count in EVERY_COUNT}
+    for changed in ({"logprobs": 1}, {"temperature": 0.8, "seed": 1}):
+        with spied(Stages, "run_linked") as calls:
+            run(several, [TEXTS[1], TEXTS[4]], [GREEDY, but(GREEDY, max_tokens=60, **changed)])
+        assert not calls
 
 
 @pytest.mark.parametrize("name", COMPILED)
