@@ -26,7 +26,8 @@ VENV_PYTHON := $(VENV)/bin/python
 CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
-INSTALL := $(VENV_PYTHON) -m pip install --disable-pip-version-check --no-input --quiet -c constraints.txt
+# Not compiled: of torch alone that takes three quarters of the time, and Python compiles what it imports once.
+INSTALL := $(VENV_PYTHON) -m pip install --disable-pip-version-check --no-input --no-compile --quiet -c constraints.txt
 INPUTS := setup.py pyproject.toml constraints.txt hispec/version.py
 
 demo: $(INSTALLED)

@@ -67,7 +67,7 @@ NUMBERS = "dtype", "quantization", "exact_verify"  # settings of the engine that
 
 
 def make_job(model: str, path: Path, **engine: Any) -> Job:
-    """The job whose input is at `path`, with these settings of the engine; nothing is written to its output."""
+    """The job whose input is at `path`, with settings of the engine; nothing is written to its output."""
     about = {"model": model, "input": {"path": path}, "output": {"path": "unused"}}
     job = build(Job, about | {"engine": engine})
     count_rows(job.input)

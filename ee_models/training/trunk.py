@@ -28,6 +28,7 @@ from ..families import FAMILIES
 from . import attention
 from .compiling import compile_methods
 from .examples import Example
+from .prompt_kv import PromptKV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,36 +77,6 @@ class Learning:
         """chosen [rows] bool"""
         rows, others = chosen.nonzero().squeeze(-1), (~chosen).nonzero().squeeze(-1)
         return cls(until, rows, others, torch.cat((rows, others)).argsort())
-
-
-class PromptKV:
-    """Keys and values of one layer, of positions that have no gradient: what transformers calls a cache, as
-    far as an attention layer asks for one. The first pass leaves them here, the second has them ahead of its
-    own.
-
-    One a layer, and not one for all: compiled layers, which share their code, would each get their own by the
-    layer's number.
-    """
-
-    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
-        """keys, values: [rows, kv_heads, positions, head_dim]; None: those of the pass to come"""
-        self.keys, self.values = keys, values
-
-    @property
-    def num_positions(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values to attend to, of those of a pass."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = keys, values
-            return keys, values
-        return torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
-
-    def of(self, rows: Tensor) -> PromptKV:
-        """Those of some rows, by their indices."""
-        assert self.keys is not None and self.values is not None
-        return PromptKV(self.keys[rows], self.values[rows])
 
 
 def load_trainable(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -109,7 +109,13 @@ def _costs(points: Sequence[Point], made: Mapping[str, _Made], most: float) -> d
 
 def _predictor_of(costs: Mapping[str, Linear]) -> Predict:
     def predict(points: Sequence[Point]) -> Floats:
-        return np.concatenate([predictor_of(costs[point.stage])([point]) for point in points])
+        places: dict[str, list[int]] = {}
+        for place, point in enumerate(points):
+            places.setdefault(point.stage, []).append(place)
+        found = np.empty(len(points))
+        for stage, of_stage in places.items():
+            found[of_stage] = predictor_of(costs[stage])([points[place] for place in of_stage])
+        return found
 
     return predict
 

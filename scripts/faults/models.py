@@ -106,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "prompts that do not learn are not attended to by what follows",
-        "ee_models/training/trunk.py",
+        "ee_models/training/prompt_kv.py",
         "return torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)",
         "return keys, values",
         EARLY_EXIT,

@@ -61,11 +61,10 @@ class ScriptedDecoder:
             assert bool((hidden[:, 1] == view.positions).all()), "a hidden state of another position"
         hidden[:, 1], hidden[:, 2] = view.positions.float(), hi
         rows = view.row_ids()
+        written = list(zip(view.slots.tolist(), map(int, hidden[:, 0].tolist()), strict=True))
         for layer in range(lo, hi):
             kv.write(layer, view.slots, hidden[:, None, :2], hidden[:, None, :2])
-            self.computed += [
-                (layer, int(slot), int(token)) for slot, token in zip(view.slots, hidden[:, 0], strict=True)
-            ]
+            self.computed += [(layer, slot, token) for slot, token in written]
         for row, position in zip(rows.tolist(), view.positions.tolist(), strict=True):
             history = torch.arange(position + 1)
             slots = view.block_tables[row, history // kv.block_size] * kv.block_size + history % kv.block_size

@@ -24,6 +24,7 @@ from hispec.sampling import confidence, sampler
 from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run, transformers_greedy
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -65,7 +66,7 @@ def expected() -> list[list[int]]:
     return [transformers_greedy(tiny_model("llama", **SIZES), prompt, 5) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ["plain", *PLANS])
+@sweep("name", ["plain", *PLANS], ("three tiers", "a sure hybrid").__contains__)
 def test_output_is_transformers_greedy(
     small_path: Path, on_gpu_kernels: None, expected: list[list[int]], name: str
 ) -> None:

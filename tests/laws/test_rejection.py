@@ -194,16 +194,19 @@ def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Pa
         assert_law(paths, plan, 0, looked_up)
 
 
-@sweep("confidence", [0.5, 0.7], (0.5).__eq__)
-def test_one_round_that_stops_drafting_continues_the_full_models_law(paths: Paths, confidence: float) -> None:
+@sweep("confidence, most", [(0.5, 1), (0.5, 2), (0.7, 2)], (0.5, 1).__eq__)
+def test_one_round_that_stops_drafting_continues_the_full_models_law(
+    paths: Paths, confidence: float, most: int
+) -> None:
     """Where drafting stops depends on the drafter's distribution, and not on what was drawn from it."""
-    for plan in (Plan(1, None, 2, 1), Plan(1, 2, 1, 1), Plan(1, 3, 2, 1), Plan(1, 2, 1, 2)):
+    plans = [Plan(1, None, 2, 1), Plan(1, 2, 1, 1), Plan(1, 2, 2, 1), Plan(1, 3, 2, 1), Plan(1, 2, 1, 2)]
+    for plan in plans if most == 2 else plans[:3]:
         assert_law(paths, plan, 0, confidence=confidence)
 
 
-@sweep("gate", [0.5, 0.7], (0.5).__eq__)
+@sweep("gate, check_layers", [(0.5, (3,)), (0.5, (2, 3)), (0.7, (2, 3))], (0.5, (3,)).__eq__)
 def test_one_round_of_gated_cycles_continues_the_full_models_law(
-    paths: Paths, gate: float, monkeypatch: pytest.MonkeyPatch
+    paths: Paths, gate: float, check_layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether another cycle follows depends on the check's distribution at the place of its own token. Where
     a row stops the own token is kept, and judged like any other."""
@@ -215,8 +218,8 @@ def test_one_round_of_gated_cycles_continues_the_full_models_law(
         return end_check(batch, first, verdict, notes, cycle)
 
     monkeypatch.setattr(hispec.decoding.round, "end_check", spy)
-    for plan in (Plan(1, 2, 1, 2), Plan(1, 3, 1, 2)):
-        assert_law(paths, plan, 1, gate=gate)
+    for check_layer in check_layers:
+        assert_law(paths, Plan(1, check_layer, 1, 2), 1, gate=gate)
     assert_law(paths, Plan(0, 2, 1, 2), 1, LOOKED_UP["always"], gate=gate)
     assert set(stopped) == {False, True}
 

@@ -227,8 +227,6 @@ def plain_mixed(tiny_decoder: Decoder) -> list[list[int]]:
 # One for each way that graphs are made: of whole rounds or stages, with gates, texts, a model, trees.
 REPLAYED = (
     "ngram by length",
-    "ngram checks",
-    "hybrid checks",
     "hybrid sure gated",
     "model sure",
     "tree check",

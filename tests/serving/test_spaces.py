@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders
 
 from hispec import LLM, SamplingParams
+from tests.helpers.sweeps import sweep
 from tests.serving.support import SMALL, Running, serving
 
 THREE = {"temperature": 0.0, "max_tokens": 3}
@@ -36,7 +37,7 @@ def spaces(stripping_path: Path) -> dict[str, float]:
     return {str(space): 100.0}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@sweep("workers", [1, 2], (1).__eq__)
 def test_a_completion_begins_with_its_space(
     stripping_path: Path, spaces: dict[str, float], workers: int
 ) -> None:

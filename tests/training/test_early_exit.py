@@ -1,14 +1,10 @@
-"""The recipe `ee`: what trunk and exits learn from, in passes of which shapes, and that a resumed run is the
-same."""
+"""The recipe `ee`: what trunk and exits learn from, in passes of which shapes."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ee_models.checkpoint.exit_files import ExitInfo
-from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
+from ee_models.checkpoint.loader import Checkpoint
 from ee_models.errors import TrainingError
 from ee_models.training import trunk
 from ee_models.training.early_exit import (
-    EarlyExitSettings,
     EarlyExitTask,
     ExitingModel,
     MicroBatch,
@@ -29,67 +23,14 @@ from ee_models.training.early_exit import (
     likeliest,
 )
 from ee_models.training.examples import Example, grouped_indices
-from ee_models.training.loop import LoopSettings, train
-from ee_models.training.trunk import Batch, collate, load_trainable
-from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint
-from tests.helpers.training_adapters import make_modules
-
-CPU = torch.device("cpu")
-LAYERS = 5
-INFOS = [
-    ExitInfo(layer=2, intermediate_size=20),
-    ExitInfo(layer=4, intermediate_size=None, vocabulary_size=90),
-]
-SETTINGS = EarlyExitSettings(
-    batch_size=4, lora_rank=3, exit_weights={2: 3.0, 4: 1.0}, exit_loss_scale=0.5, max_pass_tokens=128
-)
+from ee_models.training.trunk import Batch, collate
+from tests.helpers.ee_tasks import CPU, LAYERS, SETTINGS, make_checkpoint, make_examples, make_task, shaken
+from tests.helpers.tiny import TINY_VOCAB
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(
-        tiny_checkpoint(tmp_path_factory.mktemp("ee") / "model", num_layers=LAYERS, matrix_std=0.15)
-    )
-
-
-def make_examples(count: int, seed: int = 0, prompts: float = 0.0) -> list[Example]:
-    """Of 4 to 84 tokens, 1 to 3 of them prompt, or this share of all."""
-    generator = torch.Generator().manual_seed(seed)
-    lens = [4 + index * 17 % 81 for index in range(count)]
-    return [
-        Example(
-            torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(),
-            max(1 + index % 3, int(prompts * n)),
-        )
-        for index, n in enumerate(lens)
-    ]
-
-
-def make_task(
-    checkpoint: Checkpoint,
-    settings: EarlyExitSettings = SETTINGS,
-    seed: int = 0,
-    prompts: float = 0.0,
-) -> EarlyExitTask:
-    model = checkpoint.config
-    module = ExitingModel(
-        load_trainable(checkpoint.path),
-        make_modules(checkpoint, INFOS),
-        model.rope.inv_freq(model.head_dim),
-        settings,
-    )
-    examples, held_out = make_examples(13, prompts=prompts), make_examples(5, seed=1, prompts=prompts)
-    return EarlyExitTask(module, examples, held_out, settings, seed=seed)
-
-
-def shaken(task: EarlyExitTask) -> EarlyExitTask:
-    """As after some training: LoRA, which begins as no change, changes the model."""
-    generator = torch.Generator().manual_seed(5)
-    for group in task.parameter_groups():
-        for parameter in group.parameters:
-            with torch.no_grad():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return task
+    return make_checkpoint(tmp_path_factory.mktemp("ee"))
 
 
 def losses_by_hand(task: EarlyExitTask, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -488,129 +429,6 @@ def test_layers_dropped_are_the_same_for_a_row_whatever_pass_it_is_in(checkpoint
             for row, keep in zip(part.batch.token_ids.tolist(), part.batch.keep.T.tolist(), strict=True):
                 kept[size][tuple(row[:4])] = keep
     assert kept[64] == kept[100_000] and any(not all(keep) for keep in kept[64].values())
-
-
-# ---- whole runs ----
-
-
-def run_task(
-    task: EarlyExitTask, folder: Path, resume: bool = False, compile: bool = False, **changes: Any
-) -> dict[str, float]:
-    settings = LoopSettings(6, learning_rate=3e-3, eval_every=3, checkpoint_every=2, compile=compile)
-    return train(task, settings, folder, "this", cpu=True, resume=resume, progress=False, **changes).metrics
-
-
-def weights(task: EarlyExitTask) -> dict[str, Tensor]:
-    return {name: each for name, each in task.module.named_parameters() if each.requires_grad}
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("prompts_learn", [True, False])
-def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    prompts_learn: bool,
-    compiled: bool,
-) -> None:
-    settings = replace(SETTINGS, dropout_max=0.3, prompts_learn=prompts_learn)
-    make, run = partial(make_task, checkpoint, settings, prompts=0.8), partial(run_task, compile=compiled)
-    whole = make()
-    parts = [part for step in range(6) for part in whole.micro_batches(step, 0, 1, CPU)]
-    assert prompts_learn == all(part.batch.forward_only == 0 for part in parts)
-    run(whole, tmp_path / "whole")
-    cut = make()
-
-    def kill(step: int, *others: Any) -> Any:
-        if step == 4:
-            raise KeyboardInterrupt
-        return EarlyExitTask.micro_batches(cut, step, *others)
-
-    monkeypatch.setattr(cut, "micro_batches", kill)
-    with pytest.raises(KeyboardInterrupt):
-        run(cut, tmp_path / "cut")
-    resumed = make()
-    # What the checkpoint holds can be looked at without training on.
-    looked = make()
-    figures = run(looked, tmp_path / "cut", resume=True, only_evaluate=True)
-    assert figures == looked.evaluate(CPU) != resumed.evaluate(CPU)
-    run(resumed, tmp_path / "cut", resume=True)
-    one, other = weights(whole), weights(resumed)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "changes"),
-    [("labels", {}), ("self", {}), ("self", {"prompts_learn": False, "original_share": 0.3})],
-)
-def test_compiled_layers_give_the_same_losses(
-    checkpoint: Checkpoint, tmp_path: Path, target: Target, changes: dict[str, Any]
-) -> None:
-    settings, figures = replace(SETTINGS, target=target, max_pass_tokens=256, **changes), []
-    for compiled in (False, True):
-        task = make_task(checkpoint, settings, prompts=0.8)
-        assert (changes == {}) == all(
-            part.batch.forward_only == 0 for step in range(6) for part in task.micro_batches(step, 0, 1, CPU)
-        )
-        figures.append(run_task(task, tmp_path / str(compiled), compile=compiled))
-    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
-
-
-def test_every_layer_and_exit_is_compiled_or_none(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled, called = [], set()
-
-    def fake(method: Any, dynamic: bool) -> Any:
-        assert dynamic
-        compiled.append(method)
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            called.add(method)
-            return method(*args, **kwargs)
-
-        return recorded
-
-    monkeypatch.setattr(torch, "compile", fake)
-    plain = run_task(make_task(checkpoint), tmp_path / "plain")
-    assert not compiled
-    assert run_task(make_task(checkpoint), tmp_path / "compiled", compile=True) == plain
-    assert called == set(compiled) and len(compiled) == LAYERS + 3 * sum(i.num_blocks for i in INFOS)
-
-
-def test_without_a_compiler_a_cpu_says_so_before_anything_is_done(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        TrainingError, match=r"loop.compile needs a C\+\+ compiler, and none of .*g\+\+.* is here"
-    ):
-        run_task(make_task(checkpoint), tmp_path / "new", compile=True)
-    assert not (tmp_path / "new").exists()
-
-
-def test_there_is_nothing_to_evaluate_before_the_first_checkpoint(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    with pytest.raises(TrainingError, match="has no checkpoint yet; train up to the first one"):
-        run_task(make_task(checkpoint), tmp_path, only_evaluate=True)
-
-
-def test_lora_trains_nothing_of_the_model_itself_and_merges_into_it(checkpoint: Checkpoint) -> None:
-    task = make_task(checkpoint)
-    names = set(weights(task))
-    assert all(".lora_" in name or name.startswith("adapters.") for name in names)
-    shaken(task)
-    (part,) = task._split(make_examples(1), CPU)
-    merged = task.module.merged(torch.float32)
-    with torch.no_grad():
-        expected = task.module.states(part.batch)[0]
-        plain = load_trainable(checkpoint.path)
-        plain.load_state_dict(merged, strict=False)
-        found = plain.base_model(part.batch.token_ids).last_hidden_state.flatten(0, 1)[part.batch.places]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
