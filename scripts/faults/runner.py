@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "rounds go on in one step where a stop string may end them",
         "hispec/runner/round_runner.py",
-        "or params.stop or",
-        "or",
+        "if any(request.params.stop for request in requests)",
+        "if False",
         RUNS,
     ),
     Fault(
