@@ -308,6 +308,7 @@ class FusedPasses:
         there."""
         scratch, self._scratch = self._scratch, None
         if scratch is None or scratch.memory.numel() < total:
+            scratch = None  # the smaller one goes first
             barrier = self._threads.make_barrier()
             scratch = _Scratch(like.new_empty(total, dtype=torch.float32), barrier, barrier.ctypes.data)
         return scratch

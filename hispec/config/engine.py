@@ -31,7 +31,8 @@ class EngineConfig(Settings):
                             on a GPU
     max_run_ms              on a CPU, a step does up to eight rounds (in plain decoding, tokens of each row),
                             where nothing is to be decided between them, for about so long at most: whoever
-                            reads a stream, and new requests, wait for them. 0 = one round a step
+                            reads a stream, and new requests, wait for them. 0 = one round a step, stage
+                            by stage
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none

@@ -158,8 +158,8 @@ class Drafter:
         next round begins before the host has read them, so without a `follow` in between."""
 
     def compiled(self) -> CompiledDrafter | None:
-        """The same without Python, for rounds that run together on a CPU: one `follow` before all of them,
-        after which it extends its texts itself. None = it has no such form, and its rounds run one by one."""
+        """The same without Python, for rounds that are one call on a CPU: one `follow` before all of them,
+        after which it extends its texts itself. None = it has no such form; its rounds run stage by stage."""
         return None
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""Several rounds of a plan, one after the other, without the host between them.
+"""A round of a plan, or several one after the other, without the host between their passes.
 
 What the host does around the passes of a round is no small part of it, for a small model on a CPU. Where
 nothing is to be decided between two rounds, they are one call: passes that run linked, between which
 `rounds_numba` does what `round.Round` does, or at least one step of the engine.
 
 All rows end with the first that does, by a stop token, its room, or its KV blocks: so all have as many
-rounds, and no pass is computed for nothing. What ends by its text does not run so.
+rounds, and no pass is computed for nothing. What may end by its text has one round at a time.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of 
 
 
 def _may_be_one_call(request: Request) -> bool:
-    """Whether nobody looks at the logits of the request's rounds, or changes them."""
+    """Whether nobody looks at the logits of the request's rounds, or changes them, or doubts them."""
     params = request.params
     return not (
         params.logprobs is not None
@@ -124,8 +124,9 @@ class RoundRunner:
     def num_together(self, runtime: PlanRuntime, choice: Choice, requests: Sequence[Request]) -> int:
         """Rounds that these requests, all that have a row, should run as one call, without the host between
         their passes: on a CPU, as many as take engine.max_run_ms, by those before; 1 where a text is to be
-        looked at between two. 0: a round that is no such call, since its logits are asked for, or a plan's
-        passes are none."""
+        looked at between two; plain decoding's may still run one by one. 0: a round that is no such call: its
+        logits are asked for, exits are watched, a row of a plan is sampled, a plan's passes are none, or
+        max_run_ms is 0."""
         if self.max_run_ms <= 0.0 or choice.watches or self._launcher.runs_ahead:
             return 0
         if not all(map(_may_be_one_call, requests)):
