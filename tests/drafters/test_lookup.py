@@ -196,7 +196,7 @@ def scripts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(script=scripts())
 # What stands in the tail is more recent than the same in the committed text; what was in a tail is gone with
 # the round.
@@ -286,7 +286,7 @@ known_ngrams = st.dictionaries(
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
 # Guesses come where nothing surer matches; the longest context is the better guess, and a chain ends where
 # all of it is less sure than asked for.
@@ -307,7 +307,7 @@ def test_guesses_are_those_of_the_rule(
 
 
 @both
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     store_tokens=st.integers(8, 26),
     outputs=st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=2, max_size=12),

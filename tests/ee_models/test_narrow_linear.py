@@ -117,8 +117,7 @@ def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
                 layer = narrow_linear.NarrowLinear(weight, bias, bits, KernelThreads())
             out, (expected, tolerance) = layer(x), products(bits, weight, bias, x)
             assert bool(((out - expected).abs() <= tolerance).all())
-            # In every way that tiles of four tokens can be cut, and many of them.
-            for rows in (*range(10), 13, 14, 23, 40) if num_inputs < 100 else range(0, 41, 7):
+            for rows in range(0, 41, 1 if num_inputs < 100 else 7):
                 assert torch.equal(layer(x[:rows]), out[:rows])
                 assert torch.equal(layer(x[40 - rows :]), out[40 - rows :])
 
