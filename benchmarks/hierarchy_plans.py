@@ -37,10 +37,13 @@ KINDS = [
 
 def best_of_kinds(predictor: Predictor, plans: Sequence[SpeculativeConfig]) -> dict[str, Prediction]:
     """{kind: its fastest plan}, plain decoding first. Those with a fixed number of checks and gated ones are
-    searched apart, so that neither takes the other's place among those that are refined."""
+    searched apart, so that neither takes the other's place among those that are refined; without a gated one
+    in `plans` none is tried."""
     best = {"plain": predictor.predict(None)}
     apart = [[plan for plan in plans if is_gated(plan) == gated] for gated in (False, True)]
-    found = [each for group in apart for each in search(predictor, group)[0]]
+    found = [
+        each for group in apart for each in search(predictor, group)[0] if apart[1] or not is_gated(each.plan)
+    ]
     for each in sorted(found, key=lambda each: (-each.tokens_per_s, short_text(each.plan))):
         best.setdefault(kind_of(each.plan), each)
     return {kind: best[kind] for kind in KINDS if kind in best}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.hierarchy_plans import best_of_kinds, plans_tuned
+from benchmarks.hierarchy_plans import best_of_kinds, is_gated, plans_tuned
 from benchmarks.hierarchy_ratios import Totals, claims, compared
 from hispec.config import SpeculativeConfig
 from hispec.jobs.bench import BenchOptions, make_llm, time_engines
@@ -117,6 +117,8 @@ def measure(
             max_context=max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers),
             progress=True,
         )
+        if latency.is_static:  # a round is one graph, in which all that a gate would spare is computed
+            plans = [plan for plan in plans if not is_gated(plan)]
         held_steps = plain_steps(llm, held_out, sampling, Yardstick(*yard), "held out")
         here = batch_size, num_layers, job.engine.max_run_ms, llm.decoder.passes is not None
         best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)

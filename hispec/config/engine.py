@@ -38,6 +38,10 @@ class EngineConfig(Settings):
     seed                    base of the seeds of requests that bring none
     graphs                  on a GPU, whether rounds, those of plain decoding included, and passes over
                             prompts are captured as CUDA graphs at all
+    stage_graphs            on a GPU, whether each stage of a plan with draft_confidence or
+                            check.continue_confidence is a graph of its own, between which the host leaves
+                            out what no row needs any more, while the device waits; otherwise a round is one
+                            graph, and rows that have stopped are computed along for nothing
     exact_verify            on a GPU, use slower kernels whose result for a token does not depend on what else
                             is in the pass, so that speculative and plain output agree bit for bit; on a CPU
                             they always do
@@ -68,6 +72,7 @@ class EngineConfig(Settings):
     attention: Literal["auto", "sdpa", "numba", "triton"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     graphs: bool = True
+    stage_graphs: bool = False
     max_graphs: Annotated[int, Field(ge=1)] = 64
     max_graph_bytes: Annotated[int, Field(ge=0)] = 2 << 30
     trace: Annotated[str, Field(min_length=1)] | None = None

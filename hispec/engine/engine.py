@@ -452,7 +452,7 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose; those of weights if this engine has loaded them; on a GPU including
-        those of up to eight earlier plans, whose graphs are kept."""
+        those of up to 15 earlier plans, whose graphs are kept."""
         loaded, graph_bytes = self._pretrained, self._rounds.graph_bytes
         return {
             **({} if loaded is None else loaded.memory()),

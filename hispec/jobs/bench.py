@@ -125,9 +125,16 @@ def time_engines(
     groups = make_groups(rows, options.batch_size, by_batch=options.by_batch)
     plans = plans_of(job.speculative, options.plans)
     runs = {name: Runs(groups) for name in (["transformers"] if with_transformers else []) + list(plans)}
+    captures = "graph_bytes" in llm.memory()
+    for speculative in plans.values() if captures else ():
+        llm.set_speculative(speculative)  # KV of all their exits is there before any is captured
     for speculative in plans.values():
         llm.set_speculative(speculative)
-        warm_up(llm, prompts[: options.batch_size], sampling)
+        if captures:  # whatever numbers of rows and lengths come: a capture takes as long as many rounds
+            for group in groups:
+                decode([prompts[number] for number in group.prompts])
+        else:
+            warm_up(llm, prompts[: options.batch_size], sampling)
     # Transformers' copy of the model comes only now: the peak is the engine's own.
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
     baseline = _baseline(job, options, prompts) if with_transformers else None

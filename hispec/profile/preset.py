@@ -38,6 +38,7 @@ COMMENTS = {
     "engine.attention": "auto, or a backend by name: sdpa, numba, triton",
     "engine.seed": "base of the seeds of rows that bring none",
     "engine.graphs": "on a GPU, capture rounds as CUDA graphs",
+    "engine.stage_graphs": "on a GPU, whether the host may end drafts and checks of a round early",
     "engine.max_graphs": "graphs kept; the least recently used makes room",
     "engine.max_graph_bytes": "GPU memory kept free for them",
     "engine.warm_up": "capture graphs at the start instead of each on first use",

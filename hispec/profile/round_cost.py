@@ -21,6 +21,7 @@ from ..control.route_costs import (
     VERIFY_SLOT,
     slots_of,
 )
+from ..decoding.draft_tree import DraftTree
 from ..latency.drift import STEADY, Drift
 from ..latency.model import LatencyModel
 from .recording import Ints
@@ -62,6 +63,15 @@ class PassTimes:
         self._latency, self._context_len, self._drift = latency, context_len, drift
         self._tables: dict[tuple[tuple[str, ...], int], Floats] = {}
 
+    @property
+    def is_static(self) -> bool:
+        """Whether rounds have static shapes."""
+        return self._latency.is_static
+
+    def rows(self, num_rows: int) -> int:
+        """Rows that a round of `num_rows` is run with, and costs."""
+        return self._latency.rows(num_rows)
+
     def during(self, drift: Drift) -> PassTimes:
         """The same at another speed of the machine."""
         return PassTimes(self._latency, self._context_len, drift)
@@ -87,13 +97,15 @@ def round_costs(
 ) -> dict[int, RoundCost]:
     """{rows: cost of a round of so many rows}.
 
-    Rows differ within a round: a pass is run if any row needs it, over the positions of all that do. What
-    each of them needs is taken as an independent draw from what was counted; the cost of one row is the sum
-    over the passes that were counted, exactly.
+    In static shapes all rounds of a plan are alike. Else rows differ within a round: a pass is run if any row
+    needs it, over the positions of all that do. What each of them needs is taken as an independent draw from
+    what was counted; the cost of one row is the sum over the passes that were counted, exactly.
     """
     if plan is None:
-        return {num: RoundCost(times.one_each(["plain"], num), num_layers) for num in rows}
+        return {num: RoundCost(times.one_each(["plain"], times.rows(num)), num_layers) for num in rows}
     slots = slots_of(route_of(plan), ())
+    if times.is_static:
+        return {num: _static_cost(plan, slots, times.rows(num), times, num_layers) for num in rows}
     passes = list(_passes(plan, slots, rounds, num_layers))
     found = {}
     for num in rows:
@@ -114,6 +126,42 @@ def round_costs(
             ms += times.one_each(slots[LOOKUP_SLOT], num) * rounds.cycles / rounds.rounds
         found[num] = RoundCost(ms, layers)
     return found
+
+
+def _static_cost(
+    plan: SpeculativeConfig, slots: dict[int, list[str]], rows: int, times: PassTimes, num_layers: int
+) -> RoundCost:
+    """Of a round of static shapes: every pass takes its whole rectangle, and none is left out."""
+    tree, draft = DraftTree.branches(plan.num_draft_tokens, plan.num_branches), plan.draft
+    low = top = draft.layer or 0
+    cycles, places = 1, tree.num_nodes
+    ms, layers = 0.0, 0
+
+    def add(slot: int, positions: int, of_layers: int) -> None:
+        """A pass over so many positions of each row."""
+        nonlocal ms, layers
+        if slot in slots:
+            ms += float(times.table(slots[slot], rows, rows * positions)[rows * positions])
+            layers += of_layers
+
+    if plan.check is not None:
+        cycles, top = plan.num_checks, plan.check.layer
+    for _ in range(cycles):
+        add(LOOKUP_SLOT, 1, 0)
+        add(FEED_SLOT, places, low)
+        if DRAFT_SLOT in slots:
+            depth = min(draft.num_exit_tokens or tree.depth, tree.depth)
+            for level in range(depth):
+                if level > 0 and plan.num_branches > 1:
+                    over = rows * plan.num_branches
+                    ms += float(times.table([f"fill/{low}", f"shadow/{low}"], rows, over)[over])
+                    layers += low
+                else:
+                    add(DRAFT_SLOT, 1, low)
+            add(FILL_SLOT, plan.num_branches, low)
+        add(CHECK_SLOT, places, top - low)
+    add(VERIFY_SLOT, cycles * places, num_layers - top)
+    return RoundCost(ms, layers)
 
 
 def _passes(

@@ -186,11 +186,14 @@ class StaticLauncher:
         max_model_len: int,
         device: torch.device,
         graphs: GraphCache | None,
+        *,
+        by_stage: bool = False,
     ) -> None:
-        """graphs: where rounds are captured; None = they run eagerly, with the same results."""
+        """graphs: where rounds are captured; None = they run eagerly, with the same results. by_stage: as
+        EngineConfig.stage_graphs."""
         num_rows = tables.tensor.shape[0]
         self._tables, self._sampler, self._block_size, self._device = tables, sampler, block_size, device
-        self._max_model_len, self._num_rows = max_model_len, num_rows
+        self._max_model_len, self._num_rows, self._by_stage = max_model_len, num_rows, by_stage
         self._inputs = torch.zeros(len(Input), num_rows, dtype=torch.int64, device=device)
         self._limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._block_tables = torch.zeros_like(tables.tensor, device=device)
@@ -231,8 +234,8 @@ class StaticLauncher:
             self._tables.has_changed = False  # last, since a copy may be interrupted
         num_rows = row_bucket(rows.inputs.shape[1], self._num_rows)
         context_len = context_bucket(rows.context_len, self._max_model_len)
-        # If the host decides how far drafting goes, or how many cycles, each stage is a graph of its own.
-        by_stage = not plan.is_plain and (runtime.stops_early or runtime.gate(plan) is not None)
+        may_stop = not plan.is_plain and (runtime.stops_early or runtime.gate(plan) is not None)
+        by_stage = self._by_stage and may_stop  # the host decides how far drafting goes, and how many cycles
         watches = rows.watches and not by_stage and bool(runtime.watched)
         key = (runtime, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
         graphs = self._graphs if runtime.captures else None

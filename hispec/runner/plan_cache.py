@@ -8,7 +8,7 @@ from ..config import EngineConfig
 from .plan_runtime import PlanRuntime, make_plan_runtime
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
-MOST_KEPT = 8
+MOST_KEPT = 16
 
 
 class PlanCache:

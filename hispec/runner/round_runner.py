@@ -112,7 +112,13 @@ class RoundRunner:
                 ]
                 self.graphs, prompt_graphs = self._caches
             self._launcher = StaticLauncher(
-                tables, self._sampler, config.block_size, max_model_len, device, self.graphs
+                tables,
+                self._sampler,
+                config.block_size,
+                max_model_len,
+                device,
+                self.graphs,
+                by_stage=config.stage_graphs,
             )
             self.prompts = StaticPrompts(config.block_size, max_model_len, config.max_num_seqs, prompt_graphs)
 
