@@ -261,7 +261,7 @@ class Stages:
     def _compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
         program = self._program(over, True, batch)
         if program is None:
-            return self.logits(self._run(batch, span, over), over.hi, span)
+            return self.logits(self._run(batch, span, over), over.hi, span, over.asks_probability)
         exit_, _ = self._exits.get(over.hi, (None, 0))
         self.counts.adapter_passes += 0 if exit_ is None else exit_.num_kv_layers
         out = self._run_program(program, batch, span, over)
@@ -379,14 +379,16 @@ class Stages:
         assert self._hidden is not None
         return self._hidden.read(tier, span.flat)
 
-    def logits(self, hidden: Tensor, exit_layer: int, span: Span) -> Logits:
-        """Read at the exit after `exit_layer` layers; an adapter there writes its KV."""
+    def logits(self, hidden: Tensor, exit_layer: int, span: Span, asks_probability: bool = False) -> Logits:
+        """Read at the exit after `exit_layer` layers; an adapter there writes its KV. asks_probability: as
+        Pass has it."""
         if exit_layer not in self._exits:
-            return Logits(self._decoder.logits(hidden, exit_layer), self.vocab_size)
+            values = self._decoder.logits(hidden, exit_layer)
+            return Logits(values, self.vocab_size, asks_probability=asks_probability)
         exit_, kv_layer = self._exits[exit_layer]
         self.counts.adapter_passes += exit_.num_kv_layers
         values = exit_.logits(hidden, self._kv, kv_layer, span.view)
-        return Logits(values, self.vocab_size, exit_.vocabulary)
+        return Logits(values, self.vocab_size, exit_.vocabulary, asks_probability=asks_probability)
 
     def fill(self, hidden: Tensor, exit_layer: int, view: BatchView) -> None:
         """Writes the KV of an adapter after `exit_layer` layers, as `logits` does, and computes nothing

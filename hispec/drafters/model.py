@@ -40,9 +40,10 @@ class ModelHead:
         if self._num_missing == 0:
             return logits
         if self._num_missing < 0:
-            return Logits(logits.values[:, : self._vocab_size], self._vocab_size)
+            values = logits.values[:, : self._vocab_size]
+            return Logits(values, self._vocab_size, asks_probability=asks_probability)
         values = torch.nn.functional.pad(logits.values, (0, self._num_missing), value=float("-inf"))
-        return Logits(values, self._vocab_size)
+        return Logits(values, self._vocab_size, asks_probability=asks_probability)
 
     def fill(self, batch: RoundBatch, span: Span) -> None:
         self._stages.advance(_unwatched(batch), span, self._pass(batch, span))

@@ -22,6 +22,16 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+def likeliest_and_sum(logits: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What `likeliest` says, and the sum of exp(logit - its logit) [n] float32, where both are found as fast
+    as the first alone: on a GPU. None elsewhere."""
+    if not runs_triton(logits.device):
+        return None
+    from . import noise_triton
+
+    return noise_triton.argmax_and_sum(logits)
+
+
 def max_probability(logits: Tensor, rows: Tensor | None = None) -> Tensor:
     """Probability [n] float32 of the likeliest token of logits [n, vocab], or of their rows [n] int64."""
     if _are_scanned(logits):

@@ -13,8 +13,11 @@ class Logits:
     """Logits `values` [tokens, n]: column i is of token vocabulary[i]; without a vocabulary of token i, and n
     = vocab.
 
-    best, sums   what the pass has found out already: the likeliest token of each [tokens] int64, and the sum
-                 of exp(logit - its logit) [tokens]; None = they are looked for when they are asked for
+    best, sums         what the pass has found out already: the likeliest token of each [tokens] int64, and
+                       the sum of exp(logit - its logit) [tokens]; None = they are looked for when they are
+                       asked for
+    asks_probability   whether the likeliest tokens' probability will be asked for: then it may be found along
+                       with them
     """
 
     def __init__(
@@ -24,8 +27,9 @@ class Logits:
         vocabulary: Tensor | None = None,
         best: Tensor | None = None,
         sums: Tensor | None = None,
+        asks_probability: bool = False,
     ) -> None:
-        self.values, self.vocabulary = values, vocabulary
+        self.values, self.vocabulary, self._asks_probability = values, vocabulary, asks_probability
         self._vocab_size, self._best, self._sums = vocab_size, best, sums
         self._wide: Tensor | None = None
 
@@ -42,7 +46,11 @@ class Logits:
     def likeliest(self) -> Tensor:
         """The likeliest token of each [tokens] int64; of equal ones the first that the exit has."""
         if self._best is None:
-            column = confidence.likeliest(self.values)
+            both = confidence.likeliest_and_sum(self.values) if self._asks_probability else None
+            if both is None:
+                column = confidence.likeliest(self.values)
+            else:
+                column, self._sums = both
             self._best = column if self.vocabulary is None else self.vocabulary[column]
         return self._best
 

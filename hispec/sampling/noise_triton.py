@@ -85,11 +85,13 @@ def _best_of_block(
     floors: tl.tensor,
     scores: tl.tensor,
     tokens: tl.tensor,
+    sums: tl.tensor,
     vocab_size: int,
     row_stride: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A block of the vocabulary, after one token of a pass."""
+    """A block of the vocabulary, after one token of a pass; sums of exp(logit - the block's largest), unless
+    they are None."""
     at, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + at * row_stride + token, mask=token < vocab_size, other=-float("inf")).to(
@@ -108,13 +110,19 @@ def _best_of_block(
     place = at * tl.num_programs(1) + block
     tl.store(scores + place, best_score)
     tl.store(tokens + place, best_token)
+    if sums is not None:
+        # In a block of nothing but -inf there is nothing to scale: -inf - -inf would be NaN.
+        base = tl.where(best_score == -float("inf"), 0.0, best_score)
+        tl.store(sums + place, tl.sum(tl.exp(score - base), axis=0))
 
 
 @triton.jit
 def _best_of_row(
     scores: tl.tensor,
     tokens: tl.tensor,
+    sums: tl.tensor,
     out: tl.tensor,
+    out_sums: tl.tensor,
     num_blocks: int,
     vocab_size: int,
     BLOCKS: tl.constexpr,
@@ -122,24 +130,41 @@ def _best_of_row(
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     live = block < num_blocks
     score = tl.load(scores + row * num_blocks + block, mask=live, other=-float("inf"))
-    _, token = _best(score, tl.load(tokens + row * num_blocks + block, mask=live, other=_LARGEST_INT32))
+    largest, token = _best(score, tl.load(tokens + row * num_blocks + block, mask=live, other=_LARGEST_INT32))
     # NaN wins nowhere: better any token than none.
     tl.store(out + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
+    if sums is not None:
+        of_block = tl.load(sums + row * num_blocks + block, mask=live, other=0.0)
+        scaled = tl.where(score == -float("inf"), 0.0, of_block * tl.exp(score - largest))
+        tl.store(out_sums + row, tl.sum(scaled, axis=0))
 
 
-def argmax_with_noise(logits: Tensor, draws: Draws | None, floor: Tensor | None = None) -> Tensor:
+def argmax_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """argmax over the vocabulary of logits [n, vocab] -> [n] int64, the lowest token of several, and the sum
+    of exp(logit - its logit) over the vocabulary [n] float32: one over its probability. -inf entries are
+    tokens that cannot be; where all are, the sum is 0."""
+    sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    return argmax_with_noise(logits, None, sums=sums), sums
+
+
+def argmax_with_noise(
+    logits: Tensor, draws: Draws | None, floor: Tensor | None = None, *, sums: Tensor | None = None
+) -> Tensor:
     """argmax over the vocabulary of logits [n, vocab] / temperature + gumbel(key) -> [n] int64, the lowest
     token of several.
 
     Any float dtype; computed in float32. Rows of temperature 0, and all of them without draws, are greedy: no
     noise, no floor. floor [n] float32: tokens whose tempered logit is below it are out; None: no token is.
+    sums [n] float32: takes what `argmax_and_sum` says of them, without draws alone.
     """
+    assert sums is None or draws is None
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_blocks = triton.cdiv(vocab_size, _CHOICE_BLOCK)
     scores = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    of_blocks = None if sums is None else torch.empty_like(scores)
     _best_of_block[(num_rows, num_blocks)](
         logits,
         draws.rows if draws is not None else None,
@@ -149,6 +174,7 @@ def argmax_with_noise(logits: Tensor, draws: Draws | None, floor: Tensor | None 
         floor,
         scores,
         tokens,
+        of_blocks,
         vocab_size,
         logits.stride(0),
         _CHOICE_BLOCK,
@@ -156,6 +182,14 @@ def argmax_with_noise(logits: Tensor, draws: Draws | None, floor: Tensor | None 
         enable_fp_fusion=False,
     )
     _best_of_row[(num_rows,)](
-        scores, tokens, out, num_blocks, vocab_size, triton.next_power_of_2(num_blocks), num_warps=1
+        scores,
+        tokens,
+        of_blocks,
+        out,
+        sums,
+        num_blocks,
+        vocab_size,
+        triton.next_power_of_2(num_blocks),
+        num_warps=1,
     )
     return out

@@ -86,6 +86,7 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (gpu._rope_and_store, ROPE, HEADS_TILE, EXACT),
     (gpu._silu_mul, "gate_up:* out:* size:i32 row_stride:i32", {"BLOCK": 1024}, EXACT),
     (noise_triton._best_of_block, CHOICE, {"BLOCK": 1024}, EXACT),
+    (noise_triton._best_of_block, f"{CHOICE} sums:*fp32", {"BLOCK": 1024}, EXACT),
     (
         noise_triton._best_of_block,
         f"{CHOICE} {DRAWS} floors:*fp32",
@@ -96,6 +97,12 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (
         noise_triton._best_of_row,
         "scores:*fp32 tokens:*i32 out:*i64 num_blocks:i32 vocab_size:i32",
+        {"BLOCKS": 128},
+        {"num_warps": 1},
+    ),
+    (
+        noise_triton._best_of_row,
+        "scores:*fp32 tokens:*i32 sums:*fp32 out:*i64 out_sums:*fp32 num_blocks:i32 vocab_size:i32",
         {"BLOCKS": 128},
         {"num_warps": 1},
     ),
