@@ -300,10 +300,8 @@ class PlanGrid:
         return np.where(self._drafts_by_exit[sizes.route], run, of_check)
 
     def _static_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
-        """As `_packed_passes`: every pass takes its whole rectangle, and none is left out but those of cycles
-        that no row takes."""
-        always = np.ones((len(widths.cycles), 1))
-        checks = _any_row(widths, rows, sizes, always)[sizes.entry, sizes.checks - 1, 0]
+        """As `_packed_passes`: every pass takes its whole rectangle, and none is left out."""
+        checks = sizes.checks.astype(np.float64)
         rows, out = self._latency.rows(rows), np.zeros((3, len(SLOTS), len(sizes.route)))
         drafts = np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
         places = sizes.drafts + 1

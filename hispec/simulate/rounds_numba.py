@@ -146,10 +146,12 @@ def _round(tables: Tables, rows: Rows, plan: RoundPlan, num_ready: int, now: flo
     factors = (drift_factor(drift[0], now), drift_factor(drift[1], now), drift_factor(drift[2], now))
     states = np.zeros(len(rows), STATE)
     paid, has_check, skipped = padded_rows(tables, num_ready), tables.has_check[plan.route], False
-    seconds = num_passes = 0.0
+    seconds, num_passes, context = 0.0, 0.0, 0
     for cycle in range(plan.num_checks):
-        num, tokens, context = _draft_cycle(tables, rows, states, plan, cycle, factors, log)
-        if num == 0:
+        num, tokens, live_context = _draft_cycle(tables, rows, states, plan, cycle, factors, log)
+        if num > 0:
+            context = live_context
+        elif not tables.is_static:  # there a cycle that no row takes is computed all the same
             break
         # Without any draft a single check has nothing to filter: verify resumes where drafting stopped.
         skipped = has_check and plan.num_checks == 1 and tokens == num and not tables.is_static
