@@ -182,6 +182,13 @@ FAULTS = (
         ("tests/training/test_attention.py",),
     ),
     Fault(
+        "predictions: a static round has as many drafts as prompt lookup, whoever drafts",
+        "hispec/profile/round_cost.py",
+        "depth = min(draft.num_exit_tokens or tree.depth, tree.depth)",
+        "depth = tree.depth",
+        ("tests/profile/test_static_cost.py",),
+    ),
+    Fault(
         "a slower machine counts as the engine's own work",
         "hispec/profile/predict.py",
         "seconds=step.seconds / float(drift(step.rows + step.prefill_tokens))",
