@@ -10,6 +10,7 @@ rounds, and no pass is computed for nothing. What may end by its text has one ro
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,9 @@ from .batch import RoundBatch, RoundResult, Together
 from .drafter import CompiledDrafter, Drafter
 from .round import run_round
 from .stages import Stages
+
+_log = logging.getLogger(__name__)
+_failed: set[type[Drafter]] = set()  # said once of each
 
 
 def run_together(
@@ -41,7 +45,7 @@ def run_together(
         return _one_by_one(stages, judge, batch, together)
     from . import rounds_linked  # here, since a machine with a GPU need not have numba
 
-    compiled = CompiledDrafter() if drafter is None else drafter.compiled()
+    compiled = compiled_of(drafter)
     assert batch.sampler.takes_likeliest and isinstance(judge, CoupledJudge) and compiled is not None
     return rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
 
@@ -52,10 +56,26 @@ def prepare(device: torch.device) -> None:
         from . import rounds_linked  # noqa: F401
 
 
+def compiled_of(drafter: Drafter | None) -> CompiledDrafter | None:
+    """What `Drafter.compiled` says; None, too, if it fails: then the drafter runs stage by stage, where a
+    failure of its own is its own."""
+    if drafter is None:
+        return CompiledDrafter()
+    try:
+        return drafter.compiled()
+    except Exception as error:
+        if type(drafter) not in _failed:
+            _failed.add(type(drafter))
+            _log.warning(
+                "%s.compiled failed; its rounds run stage by stage", type(drafter).__name__, exc_info=error
+            )
+        return None
+
+
 def can_link(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None) -> bool:
     """Whether rounds of the plan are one call, if their rows take the likeliest token and no exit is
     watched."""
-    compiled = CompiledDrafter() if drafter is None else drafter.compiled()
+    compiled = compiled_of(drafter)
     if type(judge) is not CoupledJudge or plan.num_branches != 1 or compiled is None:
         return False
     if not runs_numba(stages.device):

@@ -180,6 +180,15 @@ class RoundRunner:
                     runtime.drafter.follow([(request.number, request.token_ids) for request in running])
                     tables, most = self._tables.tensor[: len(running)], self._scheduler.max_prefill_tokens
                     stats.caught_up_tokens += backfill(runtime, requests, tables, self._block_size, most)
+                try:
+                    return self._launch_rounds(runtime, choice.plan, rows, route, started_s)
+                except Exception as error:
+                    is_one_call = rows.num_rounds > 0
+                    if len(running) > 1 or not is_one_call or not is_out_of_memory(error):
+                        raise
+                # Alone, and for want of memory: stage by stage it is asked for as it is needed, and a drafter
+                # that lacks it can be left out.
+                rows = make_rows(running, choice, limits)
                 return self._launch_rounds(runtime, choice.plan, rows, route, started_s)
             except DrafterError as error:
                 if error.lacks_memory and len(running) > 1:

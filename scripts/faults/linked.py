@@ -158,7 +158,7 @@ FAULTS = (
         "hispec/decoding/rounds_together.py",
         "type(judge) is not CoupledJudge",
         "not isinstance(judge, CoupledJudge)",
-        ("tests/laws/test_rounds_together.py", "tests/test_extending.py"),
+        ("tests/laws/test_plans_together.py", "tests/test_extending.py"),
     ),
     Fault(
         "linked: an observation has the room of the first round",
