@@ -9,7 +9,8 @@ Both files are inputs of jobs, as benchmarks/prompts.py writes them, and share n
 
 1. The model's own answers to the tuning prompts are recorded, and the plans of `hispec profile` searched over
    them for the best of each kind: two tiers and three, drafts by an exit, by prompt lookup and by both, three
-   tiers with a fixed number of checks and gated (check.continue_confidence). Once a pass costs what it reads,
+   tiers with a fixed number of checks and gated (check.continue_confidence; on a GPU, where rounds are graphs
+   as a whole and a gate spares nothing, in counted rounds alone). Once a pass costs what it reads,
    as a share of the weights (memory-bound), and at each batch size what it takes on this machine.
 2. The answers to the held-out prompts are recorded, and the rounds of the memory-bound plans counted.
 3. At each batch size plain decoding and the plans that are best on this machine decode the held-out prompts,

@@ -237,7 +237,7 @@ class PlanGrid:
         costs = self._costs if sizes is None else self._one[int(sizes.route[0])]
         sizes = sizes or self.sizes
         passes = (
-            self._static_passes(widths, rows, sizes)
+            self._static_passes(rows, sizes)
             if self._latency.is_static
             else self._packed_passes(widths, rows, sizes)
         )
@@ -299,7 +299,7 @@ class PlanGrid:
         of_check = np.where(self._looks_up[sizes.route] > 0, sizes.has_check, run) * (1.0 - bare)
         return np.where(self._drafts_by_exit[sizes.route], run, of_check)
 
-    def _static_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
+    def _static_passes(self, rows: int, sizes: Sizes) -> Passes:
         """As `_packed_passes`: every pass takes its whole rectangle, and none is left out."""
         checks = sizes.checks.astype(np.float64)
         rows, out = self._latency.rows(rows), np.zeros((3, len(SLOTS), len(sizes.route)))

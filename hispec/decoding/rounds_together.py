@@ -21,7 +21,7 @@ from ee_models.kernels import runs_numba
 from ..config import PLAIN, Plan
 from .acceptance import CoupledJudge, Judge
 from .batch import RoundBatch, RoundResult, Together
-from .drafter import CompiledDrafter, Drafter
+from .drafter import CompiledDrafter, Drafter, DrafterError, guarded
 from .round import run_round
 from .stages import Stages
 
@@ -45,8 +45,10 @@ def run_together(
         return _one_by_one(stages, judge, batch, together)
     from . import rounds_linked  # here, since a machine with a GPU need not have numba
 
-    compiled = compiled_of(drafter)
-    assert batch.sampler.takes_likeliest and isinstance(judge, CoupledJudge) and compiled is not None
+    compiled = _compiled_of(drafter)
+    if compiled is None:
+        raise DrafterError(f"{type(drafter).__name__}: its compiled form is no longer known")
+    assert batch.sampler.takes_likeliest and isinstance(judge, CoupledJudge)
     return rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
 
 
@@ -56,26 +58,25 @@ def prepare(device: torch.device) -> None:
         from . import rounds_linked  # noqa: F401
 
 
-def compiled_of(drafter: Drafter | None) -> CompiledDrafter | None:
+def _compiled_of(drafter: Drafter | None) -> CompiledDrafter | None:
     """What `Drafter.compiled` says; None, too, if it fails: then the drafter runs stage by stage, where a
     failure of its own is its own."""
     if drafter is None:
         return CompiledDrafter()
     try:
-        return drafter.compiled()
-    except Exception as error:
+        with guarded(drafter):
+            return drafter.compiled()
+    except DrafterError as error:
         if type(drafter) not in _failed:
             _failed.add(type(drafter))
-            _log.warning(
-                "%s.compiled failed; its rounds run stage by stage", type(drafter).__name__, exc_info=error
-            )
+            _log.warning("its compiled form is not known, so its rounds run stage by stage: %s", error)
         return None
 
 
 def can_link(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None) -> bool:
     """Whether rounds of the plan are one call, if their rows take the likeliest token and no exit is
     watched."""
-    compiled = compiled_of(drafter)
+    compiled = _compiled_of(drafter)
     if type(judge) is not CoupledJudge or plan.num_branches != 1 or compiled is None:
         return False
     if not runs_numba(stages.device):

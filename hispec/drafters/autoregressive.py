@@ -48,9 +48,9 @@ class ComputedDrafter(Drafter):
     position is left out.
 
     confidence   a row drafts no further where the head gives no token at least this probability; so a
-                 round without any draft costs one shallow pass. Kangaroo stops all rows by the last token's
-                 probability, keeps that token, and never tests the first [§3.2], which drafts one token too
-                 many wherever drafting does not pay
+                 round without any draft costs one shallow pass, where it is not one graph. Kangaroo stops all
+                 rows by the last token's probability, keeps that token, and never tests the first [§3.2],
+                 which drafts one token too many wherever drafting does not pay
     """
 
     def __init__(self, head: DraftHead, judge: Judge, confidence: float | None = None) -> None:

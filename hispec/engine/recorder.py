@@ -11,13 +11,12 @@ from ..config import EngineConfig
 from ..control.choice import Choice, Control, FixedControl
 from ..outputs import RequestMetrics
 from ..runner.launchers import Flight
+from ..runner.plan_cache import MOST_KEPT
 from ..runner.round_inputs import Input
 from ..runner.round_output import RowOutcome, make_observation
 from ..scheduling.request import Request
 from ..trace.writer import TraceWriter
 from ..utils.environment import environment
-
-_MOST_KEPT = 8  # controllers
 
 _TracedRound = tuple[int, int, Sequence[int], Sequence[int]]  # as TraceWriter takes them
 
@@ -54,7 +53,7 @@ class Recorder:
                 routes=routes,
                 environment=environment(),
             )
-        if key not in self._controls and len(self._controls) >= _MOST_KEPT:
+        if key not in self._controls and len(self._controls) >= MOST_KEPT:
             del self._controls[next(iter(self._controls))]
         self._controls[key] = self.control = control
 

@@ -146,7 +146,9 @@ def _static_cost(
 
     if plan.check is not None:
         cycles, top = plan.num_checks, plan.check.layer
-    for _ in range(cycles):
+    for cycle in range(cycles):
+        if DRAFT_SLOT in slots or cycle == 0:
+            add(COLD_SLOT, 1, 0)
         add(LOOKUP_SLOT, 1, 0)
         add(FEED_SLOT, places, low)
         if DRAFT_SLOT in slots:
@@ -154,14 +156,23 @@ def _static_cost(
             for level in range(depth):
                 if level > 0 and plan.num_branches > 1:
                     over = rows * plan.num_branches
-                    ms += float(times.table([f"fill/{low}", f"shadow/{low}"], rows, over)[over])
+                    ms += float(times.table(_wide_draft(plan, slots), rows, over)[over])
                     layers += low
                 else:
                     add(DRAFT_SLOT, 1, low)
             add(FILL_SLOT, plan.num_branches, low)
         add(CHECK_SLOT, places, top - low)
-    add(VERIFY_SLOT, cycles * places, num_layers - top)
+    # What a check has kept of a tree is a chain.
+    tentative = places if plan.check is None else cycles * (plan.num_draft_tokens + 1)
+    add(VERIFY_SLOT, tentative, num_layers - top)
     return RoundCost(ms, layers)
+
+
+def _wide_draft(plan: SpeculativeConfig, slots: dict[int, list[str]]) -> Sequence[str]:
+    """The stages of a draft pass over a level of a tree. Draft passes are measured with one position of each
+    row; those of an exit over several cost what their parts do: the layers, then the exit's logits."""
+    low = plan.draft.layer
+    return slots[DRAFT_SLOT] if low is None else [f"fill/{low}", f"shadow/{low}"]
 
 
 def _passes(
@@ -181,10 +192,8 @@ def _passes(
     if DRAFT_SLOT in slots:
         *drafts, last = rounds.levels
         for level, counts in enumerate(drafts):
-            # Draft passes are measured with one position of each row. Those over a level of a tree cost what
-            # their parts do: the layers, then the exit's logits.
             is_wide = level > 0 and plan.num_branches > 1
-            stages = [f"fill/{low}", f"shadow/{low}"] if is_wide else slots[DRAFT_SLOT]
+            stages = _wide_draft(plan, slots) if is_wide else slots[DRAFT_SLOT]
             yield _Passes(stages, counts, *cycles, low)
         yield _Passes(slots[FILL_SLOT], last, *cycles, low)
     unchecked = np.zeros_like(rounds.verifies)

@@ -33,7 +33,7 @@ class PlanRuntime:
     extra_kv      the exits and the draft model whose KV its rounds write; that of others falls behind and is
                   backfilled when a round needs it (backfill.py)
     watched       exits that it does not use and whose predictions its rounds could record
-    stops_early   whether the host decides in the middle of a round how far drafting goes
+    stops_early   whether rows may draft less than the plan says, where they are unsure
     continue_confidence   as CheckConfig.continue_confidence
     captures      whether its rounds may be captured as graphs
     route         the plan without its sizes, for the controller

@@ -186,8 +186,8 @@ class RoundRunner:
                     is_one_call = rows.num_rounds > 0
                     if len(running) > 1 or not is_one_call or not is_out_of_memory(error):
                         raise
-                # Alone, and for want of memory: stage by stage it is asked for as it is needed, and a drafter
-                # that lacks it can be left out.
+                    _log.warning("out of memory (%s): a round alone goes on stage by stage", error)
+                # There memory is asked for as it is needed, and a drafter that lacks it can be left out.
                 rows = make_rows(running, choice, limits)
                 return self._launch_rounds(runtime, choice.plan, rows, route, started_s)
             except DrafterError as error:

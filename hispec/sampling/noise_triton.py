@@ -136,13 +136,14 @@ def _best_of_row(
     if sums is not None:
         of_block = tl.load(sums + row * num_blocks + block, mask=live, other=0.0)
         scaled = tl.where(score == -float("inf"), 0.0, of_block * tl.exp(score - largest))
-        tl.store(out_sums + row, tl.sum(scaled, axis=0))
+        total = tl.where(largest == -float("inf"), float("nan"), tl.sum(scaled, axis=0))
+        tl.store(out_sums + row, total)
 
 
 def argmax_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
     """argmax over the vocabulary of logits [n, vocab] -> [n] int64, the lowest token of several, and the sum
     of exp(logit - its logit) over the vocabulary [n] float32: one over its probability. -inf entries are
-    tokens that cannot be; where all are, the sum is 0."""
+    tokens that cannot be; where all are, the sum is NaN."""
     sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     return argmax_with_noise(logits, None, sums=sums), sums
 

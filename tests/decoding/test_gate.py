@@ -122,7 +122,8 @@ def test_cycles_that_no_row_takes_are_not_run(tiny_decoder: Decoder, is_static: 
     passes = set()
     for gate, num_checks in ((None, 1), (0.9999, 4)):
         values = settings(gate, 2, num_checks)
-        stats = first_rounds(drafter_engine(tiny_decoder, values, is_static=is_static, **OPTIONS))
+        engine = drafter_engine(tiny_decoder, values, is_static=is_static, stage_graphs=True, **OPTIONS)
+        stats = first_rounds(engine)
         assert stats["cycles"] == stats["rounds"]
         passes.add(stats["layer_passes"] / stats["steps"])
     assert len(passes) == 1

@@ -359,5 +359,5 @@ def test_a_drafter_that_cannot_say_whether_it_is_compiled_runs_stage_by_stage(
     with caplog.at_level(logging.WARNING, "hispec"), spied(Stages, "run_linked") as calls:
         assert run(engine, TEXTS) == run(one_by_one(tiny_decoder), TEXTS)
     (warning,) = caplog.messages
-    assert "Uncompiled.compiled failed" in warning and not calls
+    assert "stage by stage: Uncompiled: OSError: the drafter's library is gone" in warning and not calls
     assert engine.stats()["drafted"] > 0 and engine.stats()["drafter_failures"] == 0

@@ -315,13 +315,19 @@ def test_preemption_and_aborts_under_replay(
 
 
 @sweep("name", ["hybrid sure", "model sure", "exit gated", "hybrid sure gated"], "hybrid sure gated".__eq__)
-def test_graphs_of_stages_take_each_rounds_own_limits(
-    torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, expected: list[list[int]], name: str
+@pytest.mark.parametrize("by_stage", [False, True], ids=["whole", "stages"])
+def test_graphs_take_each_rounds_own_limits(
+    torch_decoder: Decoder,
+    torch_draft_model: Decoder,
+    no_numba: None,
+    expected: list[list[int]],
+    name: str,
+    by_stage: bool,
 ) -> None:
     """Rows that may go far and rows near their end, one after the other in the same rows of the same
     graphs."""
-    engine, _ = captured(torch_decoder, ALL[name], torch_draft_model, stage_graphs=True)
-    twin = drafter_engine(torch_decoder, ALL[name], torch_draft_model, is_static=True, stage_graphs=True)
+    engine, _ = captured(torch_decoder, ALL[name], torch_draft_model, stage_graphs=by_stage)
+    twin = drafter_engine(torch_decoder, ALL[name], torch_draft_model, is_static=True, stage_graphs=by_stage)
     for lengths in ((2, 2, 3), (16, 3, 9), (9, 16, 2), (16, 16, 1)):
         params = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
         for each in (engine, twin):

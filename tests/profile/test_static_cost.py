@@ -28,7 +28,7 @@ def times_by_layers(num_layers: int, token_ms: float = 0.0, **further: float) ->
     ms |= {f"{stage}/{hi}": float(hi) for stage in ("draft", "fill") for hi in ends}
     ms |= {f"verify/{lo}": float(num_layers - lo) for lo in ends}
     ms |= {f"check/{lo}-{hi}": float(hi - lo) for lo in ends for hi in ends if hi > lo}
-    ms |= {f"shadow/{hi}": 0.0 for hi in ends} | {"draft_model": 0.0, "fill_model": 0.0} | further
+    ms |= {f"shadow/{hi}": 0.0 for hi in ends if hi} | {"draft_model": 0.0, "fill_model": 0.0} | further
     stages: Mapping[str, Linear] = {
         name: Linear(constant_ms=cost, token_ms=token_ms) for name, cost in ms.items()
     }
@@ -68,5 +68,11 @@ def test_every_place_of_a_round_costs() -> None:
     tokens = 2 * (1 + 4 + 1 + 1 + 4) + 8
     assert costs[1] == (2 * 10.0 + layers + tokens, layers)
     assert costs[3] == (2 * 10.0 + layers + 4 * tokens, layers), "three rows run as four"
+    tree = build(SpeculativeConfig, {**values, "draft": {"layer": 2}, "num_branches": 2})
+    # In each of two cycles the exit's layers over one place, and twice, and to fill, over one of each branch,
+    # with logits in parts; a check over seven. Of a tree it leaves a chain: verify is over eight.
+    layers, tokens = 2 * (2 + 2 + 2 + 2 + 3) + 3, 2 * (1 + 2 * (2 + 2) + 2 + 7) + 8
+    cold = times_by_layers(8, token_ms=1.0, **{"cold/2": 5.0})
+    assert round_costs(tree, NO_ROUNDS, [1], cold, 8)[1] == (2 * (5.0 + 1.0) + layers + tokens, layers)
     plain = round_costs(None, NO_ROUNDS, [1, 3], times, 8)
     assert (plain[1], plain[3]) == ((8.0 + 1.0, 8), (8.0 + 4.0, 8))
