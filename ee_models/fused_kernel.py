@@ -116,6 +116,8 @@ class InOrder(ctypes.Structure):
 _STEP, _CALL = np.dtype(Step), np.dtype(Call)
 PLACES, _LINKED = np.dtype(Places), np.dtype(Linked)
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
+# Compiled within its callers alone: LLVM optimises what a kernel calls once more in each that calls it.
+_inlined = njit(error_model="numpy", nogil=True, inline="always")
 
 
 @_kernel
@@ -210,7 +212,7 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
     wait(c.barrier, part[3])
 
 
-@_kernel
+@_inlined
 def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> None:
     """The attention of a layer over its norms, to `delta`; or no more than its keys and values."""
     width, size_q = c.hidden_size, c.num_heads * c.head_dim
@@ -230,7 +232,7 @@ def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> Non
     _project(c, step.bits, c.attended, size_q, weight, c.delta, width, part)
 
 
-@_kernel
+@_inlined
 def _run_mlp(c: Any, step: Any, part: Any) -> None:
     width, size = c.hidden_size, step.num_inputs
     weight = step.gate_up, step.gate_up_size, step.gate_up_bias
@@ -240,7 +242,7 @@ def _run_mlp(c: Any, step: Any, part: Any) -> None:
     _project(c, step.bits, c.activated, size, weight, c.delta, width, part)
 
 
-@_kernel
+@_inlined
 def _read_logits(c: Any, step: Any, part: Any) -> None:
     size, (first, last, _, _) = step.num_outputs, part
     weight = step.head, step.head_size, step.head_bias
@@ -270,7 +272,7 @@ def _prepare_attention(c: Any, attention: Any) -> None:
         next_units[i] = 0
 
 
-@_kernel
+@_inlined
 def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
     """One pass."""
     (first, last, _, _), width = part, c.hidden_size
@@ -305,7 +307,7 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
         _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)
 
 
-@_kernel
+@_inlined
 def _run_share(c: Any, share: int, shares: int) -> None:
     """What one of `shares` threads does of a pass, whose attention is prepared, or is once it has waited."""
     n = c.num_tokens
