@@ -170,11 +170,13 @@ def time_engines(
     }
 
 
+def _keeps_outputs(plan: SpeculativeConfig | None) -> bool:
+    return plan is not None and plan.draft.lookup is not None and plan.draft.lookup.keeps_outputs
+
+
 def _learns(plan: SpeculativeConfig | None) -> bool:
     """Whether what it does hangs on the prompts before: then these must not be those that are timed."""
-    if plan is None:
-        return False
-    return plan.control == "goodput" or (plan.draft.lookup is not None and plan.draft.lookup.keeps_outputs)
+    return _keeps_outputs(plan) or (plan is not None and plan.control == "goodput")
 
 
 def _is_timed_apart(options: BenchOptions) -> bool:
@@ -186,8 +188,7 @@ def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeCo
     """Whether engines take turns prompt by prompt, or batch by batch, which cancels the machine's drift. Not
     where a change of plan loses what later prompts would find: earlier outputs, or graphs of more plans than
     are kept."""
-    ngrams = [plan.draft.lookup for plan in plans.values() if plan is not None]
-    keeps_outputs = any(ngram is not None and ngram.keeps_outputs for ngram in ngrams)
+    keeps_outputs = any(map(_keeps_outputs, plans.values()))
     keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
     return _is_timed_apart(options) and not keeps_outputs and keeps_graphs
 

@@ -183,8 +183,7 @@ class RoundRunner:
                 try:
                     return self._launch_rounds(runtime, choice.plan, rows, route, started_s)
                 except Exception as error:
-                    is_one_call = rows.num_rounds > 0
-                    if len(running) > 1 or not is_one_call or not is_out_of_memory(error):
+                    if len(running) > 1 or rows.num_rounds == 0 or not is_out_of_memory(error):
                         raise
                     _log.warning("out of memory (%s): a round alone goes on stage by stage", error)
                 # There memory is asked for as it is needed, and a drafter that lacks it can be left out.

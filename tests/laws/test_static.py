@@ -4,6 +4,7 @@ captured graphs."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,15 @@ def plain_mixed(tiny_decoder: Decoder) -> list[list[int]]:
     return run(make_engine(tiny_decoder), PROMPTS[3:7], MIXED)
 
 
+Replaying = Callable[..., tuple[Engine, RecordedGraphs]]
+
+
+@pytest.fixture
+def replaying(torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None) -> Replaying:
+    """`captured`, by the name of a plan."""
+    return lambda name, **config: captured(torch_decoder, ALL[name], torch_draft_model, **config)
+
+
 # One for each that a graph may be of: drafts of one's own text, drafters and rows that stop, a model, trees.
 REPLAYED = (
     "ngram by length",
@@ -234,14 +244,8 @@ REPLAYED = (
 
 
 @sweep("name", ALL, REPLAYED.__contains__)
-def test_replay_equals_eager(
-    torch_decoder: Decoder,
-    torch_draft_model: Decoder,
-    no_numba: None,
-    plain_mixed: list[list[int]],
-    name: str,
-) -> None:
-    engine, graphs = captured(torch_decoder, ALL[name], torch_draft_model)
+def test_replay_equals_eager(replaying: Replaying, plain_mixed: list[list[int]], name: str) -> None:
+    engine, graphs = replaying(name)
     for _ in range(2):  # the second time from the prefix cache, so that requests come and go otherwise
         assert run(engine, PROMPTS[3:7], MIXED) == plain_mixed
     captures, replays = graphs.num_captured, engine.stats()["graph_replays"]
@@ -256,16 +260,9 @@ STOPPING = [name for name in ALL if "sure" in name or "gated" in name]
 
 
 @sweep("name", STOPPING, ("hybrid sure gated", "model sure").__contains__)
-def test_replay_of_stages_equals_eager(
-    torch_decoder: Decoder,
-    torch_draft_model: Decoder,
-    no_numba: None,
-    plain_mixed: list[list[int]],
-    name: str,
-) -> None:
+def test_replay_of_stages_equals_eager(replaying: Replaying, plain_mixed: list[list[int]], name: str) -> None:
     """Where the host decides in the middle of a round what is left out, which it otherwise is not."""
-    engine, graphs = captured(torch_decoder, ALL[name], torch_draft_model, stage_graphs=True)
-    whole, _ = captured(torch_decoder, ALL[name], torch_draft_model)
+    (engine, graphs), (whole, _) = replaying(name, stage_graphs=True), replaying(name)
     for each in (engine, whole):
         for _ in range(2):
             assert run(each, PROMPTS[3:7], MIXED) == plain_mixed
