@@ -1,16 +1,19 @@
-"""Matrix products on a CPU in int8: of tokens and of weights, with a scale for each GROUP of inputs.
+"""Matrix products on a CPU in int8: of tokens and weights, both mixed, with a scale for a group of inputs.
 
-Of a token, GROUP inputs are scale * a, of an output's weights scale * w, with whole numbers a and w of -127
-to 127. Sums over a group are of whole numbers, which float32 holds as they are; both scales multiply them,
-and groups are added one after another: a token's bits depend on nothing but itself.
+The inputs of a token and of an output's weights are mixed 64 by 64 by a Hadamard matrix H of 1 and -1: x . w
+is (H x) . (H w) / 64, as H H = 64. Mixed, a group of them loses little in whole numbers of -127 to 127. As
+they are, a few inputs of a small model are some ten times as large as the rest, and widen the steps of all
+that share their scale. (QuaRot, arXiv 2404.00456, turns a model's hidden states for that; here a product
+mixes what it reads, and the model stays as it is.)
 
-A group loses little, since no number of another one widens its steps: with one scale for a whole token, a
-small model answers otherwise, as a few of its inputs are some ten times as large as the rest.
+Of a token, a group of inputs is scale * a, of an output's weights scale * w, with whole numbers a and w. Sums
+over a group are of whole numbers, which float32 holds as they are; both scales multiply them, and groups are
+added one after another: a token's bits depend on nothing but itself.
 
 A panel holds COLUMNS outputs: their biases and units; then, group after group, their scales in units, in
-float16 as GGUF files of 8 bits have them, and four inputs after four inputs the weights [GROUP / 4, COLUMNS,
-4]. The CPU multiplies bytes without sign by bytes with one, so that weights are kept with 128 added, which a
-token's own sums take away again: it has its a, then for each group its scale and -128 times the sum of a.
+float16, and four inputs after four inputs the weights [group / 4, COLUMNS, 4]. The CPU multiplies bytes
+without sign by bytes with one, so that weights are kept with 128 added, which a token's own sums take away
+again: it has its a, then for each group its scale and -128 times the sum of a.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from .numba_vectors import (
     load_half,
     prefetch,
     rows_of,
+    shuffle,
     spread,
     store,
 )
@@ -52,10 +56,11 @@ from .threads import pointer
 
 TOKENS = 4  # whose sums, those of a group beside those of all, stay in the CPU's vectors
 COLUMNS = 2 * WIDTH
-GROUP = 32  # inputs that share a scale
+BLOCK = 64  # inputs that are mixed
+_MOST_BLOCKS = 4  # of a group: sums of 256 products of bytes are whole numbers that float32 holds
 _FOUR = 4  # inputs that are multiplied together
-# Bytes of a panel ahead of its groups: bias and unit of each column; and of a group.
-HEAD, GROUP_BYTES = 8 * COLUMNS, (2 + GROUP) * COLUMNS
+_FOURS = 8  # a turn: what LLVM writes out
+HEAD = 8 * COLUMNS  # bytes of a panel ahead of its groups: bias and unit of each column
 WHOLE = ir.VectorType(INT32, WIDTH)
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
 if compiles_for("avx512vnni" if WIDTH == 16 else "avxvnni"):
@@ -64,28 +69,72 @@ elif compiles_for("avx512bw" if WIDTH == 16 else "avx2"):
     DOT = "pairs"
 else:
     DOT = "plain"
+_STRIDES = [1 << i for i in range(6)]  # between the inputs of a block that are added and subtracted, in turns
 # Bytes of a token's whole numbers. Pairs of 16 bits are made once a token: it meets thousands of weights.
 NUMBER_BYTES = 2 if DOT == "pairs" else 1
 
 
+@njit(error_model="numpy", nogil=True, cache=True)
+def group_size(num_inputs: int) -> int:
+    """How many of so many inputs share a scale: the most blocks that all can be shared out into."""
+    blocks = (num_inputs + BLOCK - 1) // BLOCK
+    for count in range(_MOST_BLOCKS, 1, -1):
+        if blocks % count == 0:
+            return count * BLOCK
+    return BLOCK
+
+
 def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
     """A weight [out, in] and its bias [out], float32, as panels [out / COLUMNS rounded up, bytes] uint8; the
-    largest weight of a group becomes 127. The unit of an output is a power of two, so that float16 holds its
-    scales whatever their size."""
+    largest mixed weight of a group becomes 127. The unit of an output is a power of two, so that float16
+    holds its scales whatever their size."""
     num_outputs, num_inputs = weight.shape
-    missing = -num_outputs % COLUMNS
-    groups = F.pad(weight, (0, -num_inputs % GROUP, 0, missing)).view(num_outputs + missing, -1, GROUP)
+    missing, group = -num_outputs % COLUMNS, group_size.py_func(num_inputs)
+    blocks = F.pad(weight, (0, -num_inputs % BLOCK, 0, missing)).view(num_outputs + missing, -1, BLOCK)
+    unit = _power_of_two(blocks.abs().amax((1, 2)), least=-100)
+    groups = mixed(blocks / unit[:, None, None]).div_(BLOCK).view(len(blocks), -1, group)
     peak = groups.abs().amax(2)
-    exponent = torch.frexp(peak.amax(1)).exponent - 7  # the largest scale of an output is about 1
-    unit = torch.ldexp(torch.ones(len(exponent)), exponent.clamp(min=-100))
-    scale = (peak / unit[:, None] / 127).half()
+    rest = _power_of_two(peak.amax(1), least=-20)
+    unit, groups, peak = unit * rest, groups / rest[:, None, None], peak / rest[:, None]
+    scale = (peak / 127).half()
     inverse = torch.where(scale > 0, 1 / scale.float(), 0)
-    whole = ((groups / unit[:, None, None]) * inverse[:, :, None]).round_().clamp_(-127, 127)
-    fours = (whole + 128).to(torch.uint8).view(-1, COLUMNS, scale.shape[1], GROUP // _FOUR, _FOUR)
+    whole = (groups * inverse[:, :, None]).round_().clamp_(-127, 127)
+    fours = (whole + 128).to(torch.uint8).view(-1, COLUMNS, scale.shape[1], group // _FOUR, _FOUR)
     scales = scale.view(-1, COLUMNS, scale.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
     inner = torch.cat([scales, fours.permute(0, 2, 3, 1, 4).flatten(2)], 2)
     head = [each.view(torch.uint8).view(len(inner), -1) for each in (F.pad(bias, (0, missing)), unit)]
     return torch.cat([*head, inner.flatten(1)], 1)
+
+
+def _power_of_two(peak: Tensor, least: int) -> Tensor:
+    """One, no less than 2 ** least, by which a peak is 64 to 128, a scale of 127 steps about 1."""
+    return torch.ldexp(torch.ones(len(peak)), (torch.frexp(peak).exponent - 7).clamp(min=least))
+
+
+def mixed(blocks: Tensor) -> Tensor:
+    """H times each block [..., BLOCK], in the order of additions that `_mix` has."""
+    for stride in _STRIDES:
+        first, second = blocks.view(*blocks.shape[:-1], -1, 2, stride).unbind(-2)
+        blocks = torch.stack([first + second, first - second], -2).view(blocks.shape)
+    return blocks
+
+
+def _mix(builder: Any, parts: Sequence[Any]) -> list[Any]:
+    """H times the BLOCK numbers of `parts`, vectors side by side."""
+    parts = list(parts)
+    for stride in _STRIDES:
+        if stride < WIDTH:
+            order = [lane ^ stride for lane in range(WIDTH)]
+            signs = ir.Constant(WHOLE, [-(1 << 31) if lane & stride else 0 for lane in range(WIDTH)])
+            for i, part in enumerate(parts):
+                signed = builder.bitcast(builder.xor(builder.bitcast(part, WHOLE), signs), VECTOR)
+                parts[i] = builder.fadd(shuffle(builder, part, part, order), signed)
+        else:
+            between = stride // WIDTH
+            for i in (i for i in range(len(parts)) if not i & between):
+                first, second = parts[i], parts[i + between]
+                parts[i], parts[i + between] = builder.fadd(first, second), builder.fsub(first, second)
+    return parts
 
 
 def _dot(builder: Any, total: Any, weight: Any, x: Sequence[Any]) -> None:
@@ -117,39 +166,51 @@ def _dot(builder: Any, total: Any, weight: Any, x: Sequence[Any]) -> None:
 
 
 def _multiply_tile_intrinsic(
-    _context: Any, num_tokens: Any, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
+    _context: Any,
+    num_tokens: Any,
+    terms: Any,
+    num_groups: Any,
+    group: Any,
+    panel: Any,
+    out: Any,
+    ahead: Any,
 ) -> Any:
-    """out[t, :COLUMNS] = bias + terms[t] . panel for 1 to TOKENS tokens t. terms and out: ROWS; panel: an
-    address; ahead: ROWS of memory that is asked for, one a group of inputs."""
+    """out[t, :COLUMNS] = bias + terms[t] . panel for 1 to TOKENS tokens t. terms and out: ROWS; group: inputs
+    of one; panel: an address; ahead: ROWS of memory that is asked for, one a group of inputs."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         num_tokens, *inputs = args
         for_count(builder, num_tokens, TOKENS, lambda count: _tile(builder, count, *inputs))
         return NONE
 
-    return types.none(types.intp, ROWS, types.intp, types.intp, ROWS, ROWS), generate
+    return types.none(types.intp, ROWS, *(types.intp,) * 3, ROWS, ROWS), generate
 
 
-def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any) -> None:
+def _tile(
+    builder: Any, count: int, terms: Any, num_groups: Any, group: Any, panel: Any, out: Any, ahead: Any
+) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
-    rows, of_groups = rows_of(builder, terms, count), builder.mul(num_groups, INT(GROUP * NUMBER_BYTES))
+    bytes_of_token = builder.mul(group, INT(NUMBER_BYTES))
+    bytes_of_group = builder.mul(builder.add(group, INT(2)), INT(COLUMNS))
+    rows, of_groups = rows_of(builder, terms, count), builder.mul(num_groups, bytes_of_token)
     asked, step = (builder.extract_value(ahead, i) for i in range(2))
-    part_of_step = builder.udiv(step, INT(GROUP // _FOUR))
+    part_of_step = builder.udiv(step, builder.udiv(group, INT(_FOUR)))
+    num_turns = builder.udiv(group, INT(_FOUR * _FOURS))
     zero = ir.Constant(VECTOR, [0.0] * WIDTH)
     totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
     sums = [[cgutils.alloca_once(builder, WHOLE) for _ in columns] for _ in rows]
     with cgutils.for_range(builder, num_groups) as loop:
-        group = builder.add(builder.add(panel, INT(HEAD)), builder.mul(loop.index, INT(GROUP_BYTES)))
+        scales = builder.add(builder.add(panel, INT(HEAD)), builder.mul(loop.index, bytes_of_group))
         of_group = builder.add(of_groups, builder.mul(loop.index, INT(8)))
         for row, of_token in zip(rows, sums, strict=True):
             begin = spread(builder, load(builder, row, builder.add(of_group, INT(4)), INT32))
             for total in of_token:
                 builder.store(begin, total)
-        first = builder.mul(loop.index, INT(GROUP * NUMBER_BYTES))
+        first = builder.mul(loop.index, bytes_of_token)
         before = builder.mul(loop.index, step)
-        with _for_fours(builder) as four:
+        with _for_fours(builder, num_turns) as four:
             weights = builder.add(
-                group, builder.add(builder.mul(four, INT(_FOUR * COLUMNS)), INT(2 * COLUMNS))
+                scales, builder.add(builder.mul(four, INT(_FOUR * COLUMNS)), INT(2 * COLUMNS))
             )
             wanted = builder.add(before, builder.mul(four, part_of_step))
             for column in columns:
@@ -161,10 +222,10 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
                 alike = [spread(builder, load(builder, row, place, INT32)) for place in places]
                 for part, total in zip(parts, of_token, strict=True):
                     _dot(builder, total, part, alike)
-        scales = [load_half(builder, group, INT(2 * WIDTH * i)) for i in range(len(columns))]
+        of_columns = [load_half(builder, scales, INT(2 * WIDTH * i)) for i in range(len(columns))]
         for row, of_token, its_totals in zip(rows, sums, totals, strict=True):
             of_x = spread(builder, load(builder, row, of_group, FLOAT))
-            for scale, whole, total in zip(scales, of_token, its_totals, strict=True):
+            for scale, whole, total in zip(of_columns, of_token, its_totals, strict=True):
                 number = builder.sitofp(builder.load(whole), VECTOR)
                 add_product(builder, total, builder.fmul(scale, of_x), number)
     for i, column in enumerate(columns):
@@ -175,15 +236,17 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
 
 
 @contextmanager
-def _for_fours(builder: Any) -> Iterator[Any]:
-    """Code for each four inputs of a group; gives which. Where a product is one instruction LLVM may write
-    all turns out. Else it is not told their number: it would work through one token after another, and keep
-    the weights of a group in memory meanwhile, for want of registers."""
-    times = INT(GROUP // _FOUR)
+def _for_fours(builder: Any, num_turns: Any) -> Iterator[Any]:
+    """Code for each four inputs of a group, which are as many turns; gives which. Where a product is one
+    instruction LLVM may write a turn out. Else it is not told how long that is: it would work through one
+    token after another, and keep the weights of a turn in memory meanwhile, for want of registers."""
+    times = INT(_FOURS)
     if DOT != "vnni":
         times = builder.asm(ir.FunctionType(INT, [INT]), "", "=r,0", [times], side_effect=False)
-    with cgutils.for_range(builder, times) as loop:
-        yield loop.index
+    with cgutils.for_range(builder, num_turns) as turn:
+        first = builder.mul(turn.index, INT(_FOURS))
+        with cgutils.for_range(builder, times) as loop:
+            yield builder.add(first, loop.index)
 
 
 multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
@@ -194,19 +257,27 @@ _INFINITE = 0x7F800000  # bits of a float32
 _SMALLEST = np.float32(1e-30)  # peak of a group that is more than zeros: 127 / peak must have a place, too
 
 
-def _split_group_intrinsic(_context: Any, x: Any, to: Any, of_group: Any) -> Any:
-    """The whole numbers [GROUP], at the address `to`, of GROUP numbers at the address x; at `of_group`
-    their scale, NaN where one of them is not finite, and -128 times their sum."""
+def _split_group_intrinsic(_context: Any, x: Any, num_blocks: Any, to: Any, of_group: Any) -> Any:
+    """The whole numbers, at the address `to`, of a group of num_blocks * BLOCK numbers at the address x, once
+    they are mixed; at `of_group` their scale, NaN where one of them is not finite, and -128 times their sum.
+    """
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        x, to, of_group = args
-        parts = [load(builder, x, INT(4 * WIDTH * i)) for i in range(GROUP // WIDTH)]
+        x, num_blocks, to, of_group = args
+        places = range(BLOCK // WIDTH)
+        space = cgutils.alloca_once(builder, ir.ArrayType(VECTOR, _MOST_BLOCKS * len(places)))
+        mixed = builder.ptrtoint(space, INT)
+        largest = cgutils.alloca_once_value(builder, ir.Constant(WHOLE, [0] * WIDTH))
         mask = ir.Constant(WHOLE, [0x7FFFFFFF] * WIDTH)
-        sizes = [builder.and_(builder.bitcast(part, WHOLE), mask) for part in parts]
-        peak = sizes[0]  # the order of sizes is that of their bits, NaN above all
-        for size in sizes[1:]:
-            peak = builder.select(builder.icmp_signed(">", size, peak), size, peak)
-        peak = _reduce(builder, "smax", peak)
+        with cgutils.for_range(builder, num_blocks) as loop:
+            start = builder.mul(loop.index, INT(4 * BLOCK))
+            at = [builder.add(start, INT(4 * WIDTH * i)) for i in places]
+            for part, place in zip(_mix(builder, [load(builder, x, i) for i in at]), at, strict=True):
+                store(builder, part, mixed, place)
+                # The order of sizes is that of their bits, NaN above all.
+                size, peak = builder.and_(builder.bitcast(part, WHOLE), mask), builder.load(largest)
+                builder.store(builder.select(builder.icmp_signed(">", size, peak), size, peak), largest)
+        peak = _reduce(builder, "smax", builder.load(largest))
         is_finite = builder.icmp_signed("<", peak, INT32(_INFINITE))
         number = builder.bitcast(peak, FLOAT)
         is_more = builder.fcmp_ordered(">", number, FLOAT(_SMALLEST))
@@ -215,18 +286,24 @@ def _split_group_intrinsic(_context: Any, x: Any, to: Any, of_group: Any) -> Any
         scale = builder.select(is_more, builder.fmul(number, FLOAT(float(np.float32(1 / 127)))), FLOAT(0.0))
         scale = builder.select(is_finite, scale, FLOAT(float("nan")))
         alike, rounds = spread(builder, inverse), ir.Constant(VECTOR, [float(ROUNDS)] * WIDTH)
-        total = ir.Constant(WHOLE, [0] * WIDTH)
-        for i, part in enumerate(parts):
-            part = builder.select(spread(builder, is_some), part, ir.Constant(VECTOR, [0.0] * WIDTH))
-            nearest = builder.fsub(builder.fadd(builder.fmul(part, alike), rounds), rounds)
-            whole = builder.fptosi(nearest, WHOLE)
-            total = builder.add(total, whole)
-            store(builder, _narrow(builder, whole), to, INT(NUMBER_BYTES * WIDTH * i))
+        zero, any_left = ir.Constant(VECTOR, [0.0] * WIDTH), spread(builder, is_some)
+        total = cgutils.alloca_once_value(builder, ir.Constant(WHOLE, [0] * WIDTH))
+        with cgutils.for_range(builder, num_blocks) as loop:
+            start = builder.mul(loop.index, INT(BLOCK))
+            for i in places:
+                place = builder.add(start, INT(WIDTH * i))
+                part = load(builder, mixed, builder.mul(place, INT(4)))
+                part = builder.select(any_left, part, zero)
+                nearest = builder.fsub(builder.fadd(builder.fmul(part, alike), rounds), rounds)
+                whole = builder.fptosi(nearest, WHOLE)
+                builder.store(builder.add(builder.load(total), whole), total)
+                store(builder, _narrow(builder, whole), to, builder.mul(place, INT(NUMBER_BYTES)))
         store(builder, scale, of_group, INT(0))
-        store(builder, builder.mul(_reduce(builder, "add", total), INT32(-128)), of_group, INT(4))
+        sums = _reduce(builder, "add", builder.load(total))
+        store(builder, builder.mul(sums, INT32(-128)), of_group, INT(4))
         return NONE
 
-    return types.none(types.intp, types.intp, types.intp), generate
+    return types.none(*(types.intp,) * 4), generate
 
 
 def _narrow(builder: Any, whole: Any) -> Any:
@@ -250,15 +327,16 @@ _split_group: Any = intrinsic(_split_group_intrinsic)
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def split(x: int, num_inputs: int, to: int, groups: int) -> None:
-    """Of a token [in] at the address x: at the address `to` its whole numbers [groups * GROUP], then of
-    each group its scale, NaN where it has a number that is not finite, and -128 times their sum."""
-    of_groups = to + groups * GROUP * NUMBER_BYTES
-    whole_groups = num_inputs // GROUP
-    for group in range(whole_groups):
-        _split_group(x + 4 * GROUP * group, to + GROUP * NUMBER_BYTES * group, of_groups + 8 * group)
+    """Of a token [in] at the address x: at the address `to` its whole numbers [groups, inputs of one], then
+    of each group its scale, NaN where it has a number that is not finite, and -128 times their sum."""
+    group = group_size(num_inputs)
+    of_groups, blocks, whole_groups = to + groups * group * NUMBER_BYTES, group // BLOCK, num_inputs // group
+    for i in range(whole_groups):
+        _split_group(x + 4 * group * i, blocks, to + group * NUMBER_BYTES * i, of_groups + 8 * i)
     if whole_groups < groups:
-        rest = np.zeros(GROUP, np.float32)
+        rest = np.zeros(group, np.float32)
         numbers = carray(pointer(x), num_inputs, np.float32)
-        for i in range(whole_groups * GROUP, num_inputs):
-            rest[i - whole_groups * GROUP] = numbers[i]
-        _split_group(rest.ctypes.data, to + GROUP * NUMBER_BYTES * whole_groups, of_groups + 8 * whole_groups)
+        for i in range(whole_groups * group, num_inputs):
+            rest[i - whole_groups * group] = numbers[i]
+        at = to + group * NUMBER_BYTES * whole_groups
+        _split_group(rest.ctypes.data, blocks, at, of_groups + 8 * whole_groups)

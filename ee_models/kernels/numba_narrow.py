@@ -47,9 +47,10 @@ def count_bytes(bits: int, num_inputs: int) -> Any:
         groups = (num_inputs + numba_int4.GROUP - 1) // numba_int4.GROUP
         bytes_per_token = groups * numba_int4.TOKEN_GROUP_BYTES + numba_int4.SCALE_BYTES
         return groups, numba_int4.HEAD, numba_int4.GROUP_BYTES, bytes_per_token
-    groups = (num_inputs + numba_int8.GROUP - 1) // numba_int8.GROUP
-    bytes_per_token = groups * (numba_int8.GROUP * numba_int8.NUMBER_BYTES + 8)
-    return groups, numba_int8.HEAD, numba_int8.GROUP_BYTES, bytes_per_token
+    group = numba_int8.group_size(num_inputs)
+    groups = (num_inputs + group - 1) // group
+    bytes_per_token = groups * (group * numba_int8.NUMBER_BYTES + 8)
+    return groups, numba_int8.HEAD, (2 + group) * COLUMNS, bytes_per_token
 
 
 def bytes_per_token(bits: int, num_inputs: int) -> int:
@@ -141,7 +142,8 @@ def multiply(
             elif bits == 16:
                 numba_pairs.multiply_tile(count, rows, groups, panel, whole, asked)
             else:
-                numba_int8.multiply_tile(count, rows, groups, panel, whole, asked)
+                group = numba_int8.group_size(num_inputs)
+                numba_int8.multiply_tile(count, rows, groups, group, panel, whole, asked)
             if columns < COLUMNS:
                 copy_tile(spare, count, columns, *to)
             first += count

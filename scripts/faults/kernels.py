@@ -37,8 +37,29 @@ FAULTS = (
     Fault(
         "int8 takes the scales of the first group for all",
         "ee_models/kernels/numba_int8.py",
-        "load_half(builder, group, ",
+        "load_half(builder, scales, ",
         "load_half(builder, builder.add(panel, INT(HEAD)), ",
+        INTEGERS,
+    ),
+    Fault(
+        "int8 mixes the numbers of a vector with the signs of its neighbours alone",
+        "ee_models/kernels/numba_int8.py",
+        "if lane & stride else 0",
+        "if lane & 1 else 0",
+        INTEGERS,
+    ),
+    Fault(
+        "int8 adds vectors where it mixes them, and takes none away",
+        "ee_models/kernels/numba_int8.py",
+        "builder.fadd(first, second), builder.fsub(first, second)",
+        "builder.fadd(first, second), builder.fadd(first, second)",
+        INTEGERS,
+    ),
+    Fault(
+        "int8 scales a group by the numbers of its last vector",
+        "ee_models/kernels/numba_int8.py",
+        'builder.select(builder.icmp_signed(">", size, peak), size, peak), largest)',
+        "size, largest)",
         INTEGERS,
     ),
     Fault(

@@ -19,7 +19,7 @@ from ee_models import quantized
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.kernels.numba_int8 import GROUP
+from ee_models.kernels.numba_int8 import BLOCK, group_size, mixed
 from ee_models.linear import Linear, PlainLinear
 from ee_models.linear_factory import LinearMaker
 from ee_models.narrow_linear import NarrowLinear
@@ -82,8 +82,9 @@ def test_a_quantized_linear_is_close_to_its_weight_and_smaller(
         assert relative_error(layer(x[:rows]), expected[:rows]) < (0.02 if kind == "int8" else 0.12)
     assert layer(x[:0]).shape == (0, shape[0])
     assert layer(x).dtype == dtype
-    group = 32 if device == CPU else group
-    numbers = weight.numel() if kind == "int8" else weight.numel() // 2
+    group = group if device != CPU else 32 if kind == "int4" else group_size(shape[1])
+    block = BLOCK if kind == "int8" and device == CPU else 1  # inputs come in whole ones
+    numbers = shape[0] * -(-shape[1] // block) * block // (1 if kind == "int8" else 2)
     bytes_per_group = 4 if kind == "int4" else 2 if device == CPU else 0  # scales, zeros or minima
     held = numbers + bytes_per_group * weight.numel() // group
     own = layer.num_bytes - (0 if bias is None else bias.nbytes)
@@ -243,10 +244,13 @@ class OfRounded(PlainLinear):
     """Of tokens as a CPU's int8 has them."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+        num_inputs = x.shape[1]
+        blocks = F.pad(x.float(), (0, -num_inputs % BLOCK)).view(len(x), -1, BLOCK)
+        groups = mixed(blocks).view(len(x), -1, group_size(num_inputs))
         scale = groups.abs().amax(2, keepdim=True) / 127
         rounded = (groups / scale.clamp(min=1e-30)).round() * scale
-        return super().__call__(rounded.flatten(1)[:, : x.shape[1]].to(x.dtype))
+        unmixed = mixed(rounded.view(blocks.shape)) / BLOCK
+        return super().__call__(unmixed.flatten(1)[:, :num_inputs].to(x.dtype))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "device"), RUNNABLE)
