@@ -13,7 +13,7 @@ import pytest
 from ee_models.kernel_cache import PACKAGES, digest_of
 
 ROOT = Path(__file__).parents[2]
-COUNTS = "from ee_models.kernels.numba_narrow import count_bytes; print(count_bytes(8, 64)[0])"
+COUNTS = "from ee_models.kernels.numba_narrow import count_bytes; print(count_bytes(4, 64)[0])"
 OF_A_USER = """
 import numba
 from ee_models import kernel_cache
@@ -109,7 +109,7 @@ import importlib, os, sys
 from ee_models import kernel_cache
 importlib.reload(kernel_cache)
 from ee_models.kernels.numba_narrow import count_bytes
-print(count_bytes(8, 64)[0])
+print(count_bytes(4, 64)[0])
 """
 
 
