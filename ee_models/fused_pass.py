@@ -105,8 +105,9 @@ class FusedPasses:
             "activated": intermediate,
         }
         if bits := {step.bits for step in table} - {0}:  # in numbers of four bytes, too
-            widest = max(hidden_size, size_q, intermediate)
-            sizes["terms"] = max(bytes_per_token(each, widest) for each in bits) // 4
+            # The widest token need not take the most bytes: how many inputs share a scale differs.
+            widths = {hidden_size, size_q, *(step.num_inputs for step in table)} - {0}
+            sizes["terms"] = max(bytes_per_token(each, width) for each in bits for width in widths) // 4
         call = Call(
             steps=ctypes.addressof(table),
             num_steps=len(steps),

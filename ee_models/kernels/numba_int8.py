@@ -1,10 +1,10 @@
 """Matrix products on a CPU in int8: of tokens and weights, both mixed, with a scale for a group of inputs.
 
-The inputs of a token and of an output's weights are mixed 64 by 64 by a Hadamard matrix H of 1 and -1: x . w
-is (H x) . (H w) / 64, as H H = 64. Mixed, a group of them loses little in whole numbers of -127 to 127. As
-they are, a few inputs of a small model are some ten times as large as the rest, and widen the steps of all
-that share their scale. (QuaRot, arXiv 2404.00456, turns a model's hidden states for that; here a product
-mixes what it reads, and the model stays as it is.)
+The inputs of a token and of an output's weights are mixed, 64 at a time, by a Hadamard matrix H of 1 and -1:
+x . w is (H x) . (H w) / 64, as H is symmetric and H H = 64 I. Mixed, a group of them loses little in whole
+numbers of -127 to 127. As they are, a few inputs of a small model are some ten times as large as the rest,
+and widen the steps of all that share their scale. (QuaRot, arXiv 2404.00456, turns a model's hidden states
+for that; here a product mixes what it reads, and the model stays as it is.)
 
 Of a token, a group of inputs is scale * a, of an output's weights scale * w, with whole numbers a and w. Sums
 over a group are of whole numbers, which float32 holds as they are; both scales multiply them, and groups are
@@ -57,9 +57,11 @@ from .threads import pointer
 TOKENS = 4  # whose sums, those of a group beside those of all, stay in the CPU's vectors
 COLUMNS = 2 * WIDTH
 BLOCK = 64  # inputs that are mixed
-_MOST_BLOCKS = 4  # of a group: sums of 256 products of bytes are whole numbers that float32 holds
+_STRIDES = [1 << i for i in range(BLOCK.bit_length() - 1)]  # between those that are added and subtracted
+# Of a group: more save next to no time, and widen each other's steps. float32 holds the sums of up to 16.
+_MOST_BLOCKS = 4
 _FOUR = 4  # inputs that are multiplied together
-_FOURS = 8  # a turn: what LLVM writes out
+_FOURS = 8  # of them in a turn of the loop that LLVM may unroll
 HEAD = 8 * COLUMNS  # bytes of a panel ahead of its groups: bias and unit of each column
 WHOLE = ir.VectorType(INT32, WIDTH)
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
@@ -69,7 +71,6 @@ elif compiles_for("avx512bw" if WIDTH == 16 else "avx2"):
     DOT = "pairs"
 else:
     DOT = "plain"
-_STRIDES = [1 << i for i in range(6)]  # between the inputs of a block that are added and subtracted, in turns
 # Bytes of a token's whole numbers. Pairs of 16 bits are made once a token: it meets thousands of weights.
 NUMBER_BYTES = 2 if DOT == "pairs" else 1
 
@@ -87,7 +88,8 @@ def group_size(num_inputs: int) -> int:
 def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
     """A weight [out, in] and its bias [out], float32, as panels [out / COLUMNS rounded up, bytes] uint8; the
     largest mixed weight of a group becomes 127. The unit of an output is a power of two, so that float16
-    holds its scales whatever their size."""
+    holds its scales whatever their size: one by which mixing neither overflows nor loses bits, times one for
+    what the largest is then; no smaller than 2 ** -120, whose inverse float32 holds."""
     num_outputs, num_inputs = weight.shape
     missing, group = -num_outputs % COLUMNS, group_size.py_func(num_inputs)
     blocks = F.pad(weight, (0, -num_inputs % BLOCK, 0, missing)).view(num_outputs + missing, -1, BLOCK)
@@ -112,7 +114,8 @@ def _power_of_two(peak: Tensor, least: int) -> Tensor:
 
 
 def mixed(blocks: Tensor) -> Tensor:
-    """H times each block [..., BLOCK], in the order of additions that `_mix` has."""
+    """H times each block [..., BLOCK]: the fast Walsh-Hadamard transform, in the order of additions that
+    `_mix` has."""
     for stride in _STRIDES:
         first, second = blocks.view(*blocks.shape[:-1], -1, 2, stride).unbind(-2)
         blocks = torch.stack([first + second, first - second], -2).view(blocks.shape)
@@ -190,9 +193,9 @@ def _tile(
     builder: Any, count: int, terms: Any, num_groups: Any, group: Any, panel: Any, out: Any, ahead: Any
 ) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
-    bytes_of_token = builder.mul(group, INT(NUMBER_BYTES))
+    bytes_of_numbers = builder.mul(group, INT(NUMBER_BYTES))  # a token's, of a group
     bytes_of_group = builder.mul(builder.add(group, INT(2)), INT(COLUMNS))
-    rows, of_groups = rows_of(builder, terms, count), builder.mul(num_groups, bytes_of_token)
+    rows, of_groups = rows_of(builder, terms, count), builder.mul(num_groups, bytes_of_numbers)
     asked, step = (builder.extract_value(ahead, i) for i in range(2))
     part_of_step = builder.udiv(step, builder.udiv(group, INT(_FOUR)))
     num_turns = builder.udiv(group, INT(_FOUR * _FOURS))
@@ -206,7 +209,7 @@ def _tile(
             begin = spread(builder, load(builder, row, builder.add(of_group, INT(4)), INT32))
             for total in of_token:
                 builder.store(begin, total)
-        first = builder.mul(loop.index, bytes_of_token)
+        first = builder.mul(loop.index, bytes_of_numbers)
         before = builder.mul(loop.index, step)
         with _for_fours(builder, num_turns) as four:
             weights = builder.add(
@@ -259,21 +262,21 @@ _SMALLEST = np.float32(1e-30)  # peak of a group that is more than zeros: 127 / 
 
 def _split_group_intrinsic(_context: Any, x: Any, num_blocks: Any, to: Any, of_group: Any) -> Any:
     """The whole numbers, at the address `to`, of a group of num_blocks * BLOCK numbers at the address x, once
-    they are mixed; at `of_group` their scale, NaN where one of them is not finite, and -128 times their sum.
-    """
+    they are mixed; at `of_group` their scale, NaN where one that is mixed is not finite, and -128 times their
+    sum."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         x, num_blocks, to, of_group = args
         places = range(BLOCK // WIDTH)
         space = cgutils.alloca_once(builder, ir.ArrayType(VECTOR, _MOST_BLOCKS * len(places)))
-        mixed = builder.ptrtoint(space, INT)
+        mixed_ones = builder.ptrtoint(space, INT)
         largest = cgutils.alloca_once_value(builder, ir.Constant(WHOLE, [0] * WIDTH))
         mask = ir.Constant(WHOLE, [0x7FFFFFFF] * WIDTH)
         with cgutils.for_range(builder, num_blocks) as loop:
             start = builder.mul(loop.index, INT(4 * BLOCK))
             at = [builder.add(start, INT(4 * WIDTH * i)) for i in places]
             for part, place in zip(_mix(builder, [load(builder, x, i) for i in at]), at, strict=True):
-                store(builder, part, mixed, place)
+                store(builder, part, mixed_ones, place)
                 # The order of sizes is that of their bits, NaN above all.
                 size, peak = builder.and_(builder.bitcast(part, WHOLE), mask), builder.load(largest)
                 builder.store(builder.select(builder.icmp_signed(">", size, peak), size, peak), largest)
@@ -286,14 +289,14 @@ def _split_group_intrinsic(_context: Any, x: Any, num_blocks: Any, to: Any, of_g
         scale = builder.select(is_more, builder.fmul(number, FLOAT(float(np.float32(1 / 127)))), FLOAT(0.0))
         scale = builder.select(is_finite, scale, FLOAT(float("nan")))
         alike, rounds = spread(builder, inverse), ir.Constant(VECTOR, [float(ROUNDS)] * WIDTH)
-        zero, any_left = ir.Constant(VECTOR, [0.0] * WIDTH), spread(builder, is_some)
+        zero, all_or_none = ir.Constant(VECTOR, [0.0] * WIDTH), spread(builder, is_some)
         total = cgutils.alloca_once_value(builder, ir.Constant(WHOLE, [0] * WIDTH))
         with cgutils.for_range(builder, num_blocks) as loop:
             start = builder.mul(loop.index, INT(BLOCK))
             for i in places:
                 place = builder.add(start, INT(WIDTH * i))
-                part = load(builder, mixed, builder.mul(place, INT(4)))
-                part = builder.select(any_left, part, zero)
+                part = load(builder, mixed_ones, builder.mul(place, INT(4)))
+                part = builder.select(all_or_none, part, zero)
                 nearest = builder.fsub(builder.fadd(builder.fmul(part, alike), rounds), rounds)
                 whole = builder.fptosi(nearest, WHOLE)
                 builder.store(builder.add(builder.load(total), whole), total)
@@ -328,7 +331,7 @@ _split_group: Any = intrinsic(_split_group_intrinsic)
 @njit(error_model="numpy", nogil=True, cache=True)
 def split(x: int, num_inputs: int, to: int, groups: int) -> None:
     """Of a token [in] at the address x: at the address `to` its whole numbers [groups, inputs of one], then
-    of each group its scale, NaN where it has a number that is not finite, and -128 times their sum."""
+    of each group its scale, NaN where one that is mixed is not finite, and -128 times their sum."""
     group = group_size(num_inputs)
     of_groups, blocks, whole_groups = to + groups * group * NUMBER_BYTES, group // BLOCK, num_inputs // group
     for i in range(whole_groups):
@@ -340,3 +343,4 @@ def split(x: int, num_inputs: int, to: int, groups: int) -> None:
             rest[i - whole_groups * group] = numbers[i]
         at = to + group * NUMBER_BYTES * whole_groups
         _split_group(rest.ctypes.data, blocks, at, of_groups + 8 * whole_groups)
+        rest[0] = 0.0  # until its last use numba keeps an array, and that of its address is none

@@ -119,7 +119,7 @@ def multiply(
     num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
     bytes_per_panel, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
     most = numba_int4.TOKENS if bits == 4 else numba_int8.TOKENS if bits == 8 else numba_pairs.TOKENS
-    num_tiles = (num_tokens + most - 1) // most
+    num_tiles, group = (num_tokens + most - 1) // most, numba_int8.group_size(num_inputs)
     spare = np.empty((most, COLUMNS), np.float32)
     for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
         panel = panels + number * bytes_per_panel
@@ -142,7 +142,6 @@ def multiply(
             elif bits == 16:
                 numba_pairs.multiply_tile(count, rows, groups, panel, whole, asked)
             else:
-                group = numba_int8.group_size(num_inputs)
                 numba_int8.multiply_tile(count, rows, groups, group, panel, whole, asked)
             if columns < COLUMNS:
                 copy_tile(spare, count, columns, *to)

@@ -259,13 +259,19 @@ class Rig:
 
     def _linked(self, batch: RoundBatch, q_len: int, over: Pass, is_first: bool = False) -> Timed | None:
         """The pass over q_len positions of each row, which tells its milliseconds, as one of those that run
-        linked: after the whole model, as what follows a verify finds its weights in no near cache. But those
-        from the first layer to an exit, of which there may be several in a row, find there what the one
-        before them has left, unless it is the first. None where passes do not run so, or nothing tells them
-        the time."""
+        linked: after the whole model, as what follows a verify finds its weights in no near cache; from a
+        later layer on after those before it, too, as a round has it, since a large cache may keep some of
+        what the last pass over the same weights has left. But those from the first layer to an exit, of which
+        there may be several in a row, find there what the one before them has left, unless it is the first.
+        None where passes do not run so, or nothing tells them the time."""
         is_again = over.lo == 0 and over.hi < self._num_layers and not is_first
-        timed_ones = range(2, 2 + _TIMED_AGAIN) if is_again else range(1, 2)
-        passes = {0: Pass(0, self._num_layers), **dict.fromkeys(range(1, timed_ones.stop), over)}
+        ahead = [Pass(0, self._num_layers)]
+        if over.lo > 0:
+            ahead.append(Pass(0, over.lo, leave=Tier.DRAFT))
+        elif is_again:
+            ahead.append(over)
+        timed_ones = range(len(ahead), len(ahead) + (_TIMED_AGAIN if is_again else 1))
+        passes = dict(enumerate(ahead)) | dict.fromkeys(timed_ones, over)
         if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
             return None
         # Here, since a machine with a GPU need not have numba.

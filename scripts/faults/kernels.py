@@ -63,6 +63,13 @@ FAULTS = (
         INTEGERS,
     ),
     Fault(
+        "a pass has room for the widest token in int8 alone",
+        "ee_models/fused_pass.py",
+        "for each in bits for width in widths)",
+        "for each in bits for width in [max(widths)])",
+        ("tests/ee_models/test_fused_pass.py",),
+    ),
+    Fault(
         "int8 takes 128 away once too little",
         "ee_models/kernels/numba_int8.py",
         "INT32(-128)",

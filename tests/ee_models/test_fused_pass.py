@@ -201,6 +201,16 @@ def test_passes_are_of_the_sizes_that_matter() -> None:
     assert EMPTY.num_tokens == 0
 
 
+def test_a_narrower_token_that_takes_more_bytes_has_its_place(tmp_path: Path) -> None:
+    narrower, wider = 1472, 1536  # 23 blocks with a scale each; 24 with one for four
+    tiny_checkpoint(tmp_path, num_layers=1, hidden=narrower, intermediate_size=wider)
+    decoder = Decoder.load(open_checkpoint(tmp_path), torch.float32, CPU, quantization="int8")
+    assert decoder.passes is not None
+    most = numba_narrow.bytes_per_token(8, narrower)
+    assert most > numba_narrow.bytes_per_token(8, wider)
+    assert 4 * decoder.passes.program(decoder.layer_steps(0, 1)).sizes["terms"] == most
+
+
 # Blocks of an adapter from layers of the trunk.
 BLOCKS: dict[str, Callable[[list[LayerWeights]], list[LayerWeights]]] = {
     "a norm alone": lambda layers: [],

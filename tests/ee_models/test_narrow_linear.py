@@ -30,7 +30,8 @@ MODULES = [
     "ee_models.narrow_linear",
 ]
 CALLED = {"vnni": ["vpdpbusd", "pmadd"], "pairs": ["pmadd"], "plain": []}
-SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538), (32, 31), (31, 192), (65, 250), (1, 100)]
+# Of one group and of several, of one to four blocks, of which inputs fill the last or not.
+SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538), (32, 31), (31, 576), (65, 450), (1, 100)]
 
 
 def ways() -> list[tuple[int, str]]:
@@ -145,6 +146,10 @@ def test_the_largest_numbers_do_not_overflow(modules: list[ModuleType]) -> None:
     layer = modules[2].NarrowLinear(signs.expand(2, num_inputs), None, 8, KernelThreads())
     found, of_scale = layer(3.0 * signs.expand(2, num_inputs)), {"rtol": 2**-11, "atol": 0.0}
     torch.testing.assert_close(found, 3.0 * num_inputs * signs @ signs.T, **of_scale)
+    is_first = (torch.arange(num_inputs) % numba_int8.BLOCK == 0).float()  # which mixing makes all ones
+    layer = modules[2].NarrowLinear(signs * is_first, None, 8, KernelThreads())
+    expected = 3.0 * num_inputs / numba_int8.BLOCK * signs @ signs.T
+    torch.testing.assert_close(layer(3.0 * signs * is_first), expected, **of_scale)
     largest = torch.finfo(torch.float32).max
     layer = modules[2].NarrowLinear(torch.full((1, 2), largest), None, 8, KernelThreads())
     found = layer(torch.tensor([[0.25, 0.25]]))
@@ -189,9 +194,11 @@ def test_weights_that_have_no_place_are_refused(bits: Bits) -> None:
 
 
 def test_the_smallest_weights_stay_what_they_are(modules: list[ModuleType], bits: Bits) -> None:
-    weight = torch.tensor([[3e-45, -3e-45], [1e-40, 5e-41], [1.0, -0.5]])
+    weight = torch.tensor([[3e-45, -3e-45], [1e-40, 5e-41], [1e-36, 5e-37], [1.0, -0.5]])
     out = modules[2].NarrowLinear(weight, None, bits, KernelThreads())(torch.ones(1, 2))
     torch.testing.assert_close(out, weight.sum(1)[None], atol=1e-38 if bits == 8 else 1e-7, rtol=0.01)
+    if bits == 8:
+        torch.testing.assert_close(out[0, 2:], weight[2:].sum(1), atol=0.0, rtol=0.01)
 
 
 def test_weights_are_packed_in_pieces(

@@ -22,7 +22,7 @@ from hispec.decoding.stages import Pass, Stages
 from hispec.drafters.lookup_numba import LookupIndex
 from hispec.measure.stage_bench import Rig
 
-followers: list[int] = []  # of the whole model, in every call of linked passes
+followers: list[list[tuple[int, int]]] = []  # of the whole model, in every call of linked passes: layers
 
 
 @pytest.fixture
@@ -55,9 +55,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
             steps = linked[number].program.steps
             layers = [step.kv_layer for step in steps if step.kind is Kind.LAYER]
             assert layers == list(range(over.lo, over.hi))
-        (timed,) = {(over.lo, over.hi) for number, over in passes.items() if number}
-        followers.append(len(passes) - 1)
-        seen.append((*timed, len(places.positions)))
+        followers.append([(over.lo, over.hi) for number, over in passes.items() if number])
+        seen.append((*followers[-1][-1], len(places.positions)))
         return counts
 
     monkeypatch.setattr(Stages, "run_linked", linked)
@@ -120,10 +119,10 @@ def test_a_stage_is_timed_over_its_own_layers_and_positions(
     assert not passes, "no layers are run to look up, or to read hidden states that are there"
 
 
-def test_passes_over_the_first_layers_are_timed_after_another_but_for_the_first(
+def test_passes_are_timed_after_what_a_round_has_before_them(
     tiny_decoder: Decoder, passes: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The near caches then hold what they read. Each pass has its number as its time here."""
+    """So that caches hold what they hold there. Each pass has its number as its time here."""
     rig, linked = Rig(tiny_decoder, [], list(range(30)), 3, 17), Stages.run_linked
 
     def numbered(*call: Any) -> Any:
@@ -131,10 +130,14 @@ def test_passes_over_the_first_layers_are_timed_after_another_but_for_the_first(
         return {number: replace(count, seconds=1e-3 * number) for number, count in counts.items()}
 
     monkeypatch.setattr(Stages, "run_linked", numbered)
-    again = rig.draft(3, 1, 4), rig.fill(3, 5, 4), rig.check(2, 4, 0, 6)
-    once = rig.first(3, 4), rig.plain(2), rig.check(2, 4, 4, 6), rig.verify(2, 3, 0), rig.verify(2, 3, 4)
-    assert [run() for run in again] == [pytest.approx(2.5)] * 3 and followers == [3] * 3
-    assert [run() for run in once if run] == [pytest.approx(1.0)] * 5 and followers[3:] == [1] * 5
+    first, again = rig.first(3, 4), (rig.draft(3, 1, 4), rig.fill(3, 5, 4))
+    whole, later = (rig.plain(2), rig.verify(2, 3, 0)), (rig.check(2, 4, 4, 6), rig.verify(2, 3, 4))
+    assert first is not None and first() == pytest.approx(1.0) and followers == [[(0, 4)]]
+    assert [run() for run in again] == [pytest.approx(2.5)] * 2 and followers[1:] == [3 * [(0, 4)]] * 2
+    assert rig.check(2, 4, 0, 6)() == pytest.approx(2.5) and followers.pop() == 3 * [(0, 6)]
+    assert [run() for run in whole] == [pytest.approx(1.0)] * 2 and followers[3:] == [[(0, 9)]] * 2
+    assert [run() for run in later] == [pytest.approx(2.0)] * 2
+    assert followers[5:] == [[(0, 4), (4, 6)], [(0, 4), (4, 9)]]
 
 
 def test_every_row_of_a_rig_has_the_context(tiny_decoder: Decoder) -> None:
