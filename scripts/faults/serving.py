@@ -81,7 +81,7 @@ FAULTS = (
         "hispec/measure/latency.py",
         "while max_num_seqs * blocks_of(length, window) < needed:",
         "while max_num_seqs * blocks_of(length, window) < 0 * needed:",
-        ("tests/latency/test_profile_file.py",),
+        ("tests/latency/test_measured.py",),
     ),
     Fault(
         "a stage's cost between two measured numbers of tokens is what the fewer cost",

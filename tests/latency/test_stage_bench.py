@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from cache import host_kv
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 from ee_models.decoder import Decoder
+from ee_models.exits import AdapterExit
 from ee_models.fused_pass import FusedPasses, PassProgram
-from ee_models.pass_steps import Kind
+from ee_models.pass_steps import Kind, TokenPlaces
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.stages import Pass, Stages
 from hispec.drafters.lookup_numba import LookupIndex
 from hispec.measure.stage_bench import Rig
+from hispec.sampling.logits import Logits
 
 followers: list[list[tuple[int, int]]] = []  # of the whole model, in every call of linked passes: layers
 
@@ -193,3 +196,87 @@ def test_what_a_timed_lookup_reads_stays_until_it_is_gone(tiny_decoder: Decoder)
     del run
     gc.collect()
     assert index() is None
+
+
+def test_along_writes_the_exits_kv_and_shadow_says_what_the_exit_says(
+    tiny_decoder: Decoder, exits: list[AdapterExit]
+) -> None:
+    rig = Rig(tiny_decoder, exits, [1, 2, 3, 4] * 5, 2, 4, written=())
+    of_exit = rig._kv.data[9]
+    places = [row * 32 + 19 + column for row in range(2) for column in range(3)]
+    of_exit.zero_()
+    rig.along(2, 3, 2)()
+    assert sorted(set(of_exit[0].flatten(1).any(-1).nonzero().flatten().tolist())) == places
+    before = of_exit.clone()
+    of_exit.zero_()
+    rig.shadow(2, 3, 2)()
+    assert torch.equal(of_exit, before), "an exit that is read keeps what it would have kept anyway"
+
+
+def test_a_pass_that_is_timed_writes_no_kv_of_exits_on_its_way(
+    tiny_decoder: Decoder, exits: list[AdapterExit]
+) -> None:
+    for written, expected in (((), False), (None, True)):
+        rig = Rig(tiny_decoder, exits, [1, 2, 3, 4] * 5, 2, 4, written=written)
+        rig._kv.data[9].zero_()
+        rig.verify(2, 2, 0)()
+        assert bool(rig._kv.data[9].any()) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rig_swaps_all_that_it_has_though_pinned_memory_comes_in_powers_of_two(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    held = host_kv._bytes_held
+    monkeypatch.setattr(host_kv, "_bytes_held", lambda kv, num: 1 << (held(kv, num) - 1).bit_length())
+    rig = Rig(tiny_decoder, [], [1, 2, 3] * 43, rows, 4)
+    before = rig._kv.data.clone()
+    rig.swap(128)()
+    assert torch.equal(rig._kv.data, before)
+
+
+def test_prefill_and_swap_leave_what_was_there(tiny_decoder: Decoder, exits: list[AdapterExit]) -> None:
+    rig = Rig(tiny_decoder, exits, [1, 2, 3, 4] * 5, 2, 4)
+    before = rig._kv.data.clone()
+    rig.swap(18)()
+    assert torch.equal(rig._kv.data, before)
+    rig._kv.data[:, :, 12:19] = 0.0
+    rig.prefill(7)()
+    torch.testing.assert_close(rig._kv.data, before)
+
+
+def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tiny_decoder, [], list(range(40)), 4, 8)
+    seen: list[tuple[int, int, int]] = []
+    compute, run_linked = Stages.compute, Stages.run_linked
+
+    def see(view: BatchView | TokenPlaces) -> None:
+        seen.append((int(view.positions.min()), len(set(view.slots.tolist())), len(view.positions)))
+
+    def watched(self: Stages, batch: RoundBatch, span: Span, over: Pass) -> Logits:
+        see(span.view)
+        return compute(self, batch, span, over)
+
+    def linked(self: Stages, passes: Any, linked: Any, batch: Any, places: TokenPlaces, link: Any) -> Any:
+        see(places)
+        return run_linked(self, passes, linked, batch, places, link)
+
+    monkeypatch.setattr(Stages, "compute", watched)
+    monkeypatch.setattr(Stages, "run_linked", linked)
+    for is_linked in (True, False):
+        if not is_linked:
+            monkeypatch.setattr(Stages, "link", lambda *_: None)
+        rig.laid_out(10, 4).verify(4, 2, 0)()
+        rig.laid_out(80, 2).verify(2, 8, 0)()
+        rig.verify(1, 1, 0)()
+    assert seen == [(9, 8, 8), (79, 16, 16), (39, 1, 1)] * 2
+    with pytest.raises(
+        ValueError, match="1 rows of 200 positions and a window of 8 do not fit into 12 blocks"
+    ):
+        rig.laid_out(200, 1)
+    with pytest.raises(ValueError, match="3 rows of 80 positions"):
+        rig.laid_out(80, 3)
+    with pytest.raises(ValueError, match="5 rows of 10 positions"):
+        rig.laid_out(10, 5)
