@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from operator import sub
@@ -21,7 +21,7 @@ from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, Exit
 from ee_models.kernels import runs_numba, runs_triton
-from ee_models.pass_steps import Link, LinkedCounts, LinkedPass, Output, PassStep, Rows, TokenPlaces
+from ee_models.pass_steps import Kind, Link, LinkedCounts, LinkedPass, Output, PassStep, Rows, TokenPlaces
 
 from ..sampling.logits import Logits
 from .batch import RoundBatch, Span, make_sampling_input
@@ -146,7 +146,7 @@ class Stages:
             self._exits[exit_.layer] = exit_, kv_layer
             kv_layer += exit_.num_kv_layers
         self._written = frozenset(self._exits if written is None else written)
-        self._programs: dict[tuple[int, int, bool], PassProgram | None] = {}
+        self._programs: dict[tuple[int, int, bool, bool], PassProgram | None] = {}
 
     @staticmethod
     def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, num_live: Tensor) -> Span:
@@ -302,19 +302,22 @@ class Stages:
             return None
         return self._program_of(over.lo, over.hi, reads)
 
-    def _program_of(self, lo: int, hi: int, reads: bool) -> PassProgram | None:
-        key = lo, hi, reads
+    def _program_of(self, lo: int, hi: int, reads: bool, is_prompt: bool = False) -> PassProgram | None:
+        key = lo, hi, reads, is_prompt
         if key not in self._programs:
             self._programs[key] = self._make_program(*key)
         return self._programs[key]
 
-    def _make_program(self, lo: int, hi: int, reads: bool) -> PassProgram | None:
+    def _make_program(self, lo: int, hi: int, reads: bool, is_prompt: bool) -> PassProgram | None:
+        """Layers [lo, hi) and the exits on the way. is_prompt: of all exits, and what comes after the last
+        layer nobody reads."""
         decoder, exits = self._decoder, self._exits
         # Whatever has methods of its own is asked by these.
         if type(decoder) is not Decoder or decoder.passes is None or hi <= lo:
             return None
         steps: list[PassStep] = []
-        for stop in sorted({layer for layer in self._written if lo < layer < hi} | {hi}):
+        filled = exits if is_prompt else self._written
+        for stop in sorted({layer for layer in filled if lo < layer < hi} | {hi}):
             steps += decoder.layer_steps(lo, stop)
             lo = stop
             exit_, kv_layer = exits.get(stop, (None, 0))
@@ -325,6 +328,8 @@ class Stages:
                 steps += exit_.logit_steps(kv_layer) if read else exit_.fill_steps(kv_layer)
             else:
                 return None
+        if is_prompt:
+            steps[-1] = replace(steps[-1], kind=Kind.FILL)
         return decoder.passes.program(steps)
 
     def _run_program(
@@ -400,9 +405,15 @@ class Stages:
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
         before = self.counts.layer_passes
-        hidden, lo = self._fill_exits(token_ids, view, self._exits)
-        self._count(lo, self.num_layers, view.num_tokens)
-        self._decoder.fill_layers(hidden, lo, self.num_layers, self._kv, view)
+        program, decoder = self._program_of(0, self.num_layers, False, is_prompt=True), self._decoder
+        if program is None:
+            hidden, lo = self._fill_exits(token_ids, view, self._exits)
+            self._count(lo, self.num_layers, view.num_tokens)
+            decoder.fill_layers(hidden, lo, self.num_layers, self._kv, view)
+        else:
+            assert isinstance(decoder, Decoder) and decoder.passes is not None
+            self._count(0, self.num_layers, view.num_tokens)
+            decoder.passes.run(program, Rows(decoder.embedding, token_ids), self._kv, view)
         self.counts.prefill_layer_passes += self.counts.layer_passes - before
 
     def backfill(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:

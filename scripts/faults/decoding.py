@@ -7,6 +7,13 @@ from .suites import CONTROL, GATE, NUMBERS, RUNS, STATIC
 
 FAULTS = (
     Fault(
+        "prompts in one call fill those exits alone that every pass writes",
+        "hispec/decoding/stages.py",
+        "filled = exits if is_prompt else self._written",
+        "filled = self._written",
+        ("tests/decoding/test_stages.py",),
+    ),
+    Fault(
         "rollback off by one: a rejected position counts as computed",
         "hispec/decoding/row_steps_numba.py",
         "count = min(accepted[row] + 1, num_live[row])",
@@ -64,8 +71,7 @@ FAULTS = (
     Fault(
         "passes in one call write no KV of exits on the way",
         "hispec/decoding/stages.py",
-        "for stop in sorted({layer for layer in self._written if lo < layer < hi} | {hi}):\n"
-        "            steps +=",
+        "for stop in sorted({layer for layer in filled if lo < layer < hi} | {hi}):\n            steps +=",
         "for stop in (hi,):\n            steps +=",
         ("tests/laws/test_control.py", "tests/laws/test_adapters.py"),
     ),

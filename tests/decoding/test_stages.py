@@ -4,18 +4,25 @@ from."""
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from cache.paged_kv import PagedKV
+from cache.view import BatchView
+from ee_models.checkpoint.exit_files import ExitInfo
+from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import Plan
 from hispec.decoding import stages
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
-from hispec.decoding.stages import Stages
+from hispec.decoding.stages import PassCounts, Stages
 from hispec.sampling.sampler import Sampler
+from tests.helpers.adapters import loaded, make_exits
 from tests.helpers.support import make_engine, random_prompts, run
 
 WINDOW = 6
@@ -87,3 +94,32 @@ def test_each_pass_is_timed_as_its_tiers(
         assert stats["check_pass_s"] == 0
     else:
         assert steps < stats["check_pass_s"] <= cycles
+
+
+@pytest.mark.parametrize("numbers", [{}, {"quantization": "int8"}], ids=str)
+def test_prompts_in_one_call_leave_the_kv_of_single_operations(
+    numbers: dict[str, Any], tiny_path: Path, tmp_path: Path
+) -> None:
+    """Bit for bit, that of the model and of exits of one, no and two blocks."""
+    checkpoint, cpu = open_checkpoint(tiny_path), torch.device("cpu")
+    decoder = Decoder.load(checkpoint, torch.float32, cpu, **numbers)
+    infos = [ExitInfo(layer=2), ExitInfo(layer=5, num_blocks=0), ExitInfo(layer=7, num_blocks=2)]
+    exits = loaded(make_exits(tmp_path, checkpoint, infos), decoder, checkpoint)
+    config, token_ids = decoder.config, torch.arange(50, 61)
+    positions = torch.cat([torch.arange(7), torch.arange(4)])
+    slots = positions + 16 * (torch.arange(11) >= 7)
+    cu_q_lens, tables = torch.tensor([0, 7, 11]), torch.arange(4).view(2, 2)
+    view, found = BatchView(positions, slots, tables, cu_q_lens, 7, 7), []
+    for is_one_call in (True, False):
+        kv = PagedKV(12, 4, 8, config.num_kv_heads, config.head_dim, decoder.kv_dtype, cpu)
+        kv.data.zero_()
+        counts = PassCounts()
+        of_prompts = Stages(decoder, 9, kv, None, counts, exits, written=())
+        program = of_prompts._program_of(0, 9, False, is_prompt=True)
+        assert (program is not None) == is_one_call
+        of_prompts.prefill(token_ids, view)
+        assert bool(kv.data.flatten(3)[:, :, slots].any(-1).all()), "every layer has keys and values"
+        found.append((kv.data, counts))
+        decoder._fused = None
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert (found[0][1].prefill_layer_passes, found[0][1].layer_positions) == (9, 99)
