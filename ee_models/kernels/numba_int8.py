@@ -343,4 +343,4 @@ def split(x: int, num_inputs: int, to: int, groups: int) -> None:
             rest[i - whole_groups * group] = numbers[i]
         at = to + group * NUMBER_BYTES * whole_groups
         _split_group(rest.ctypes.data, blocks, at, of_groups + 8 * whole_groups)
-        rest[0] = 0.0  # until its last use numba keeps an array, and that of its address is none
+        rest[0] = 0.0  # named once more: numba frees an array that nothing names, wherever its address is

@@ -309,8 +309,9 @@ class Stages:
         return self._programs[key]
 
     def _make_program(self, lo: int, hi: int, reads: bool, is_prompt: bool) -> PassProgram | None:
-        """Layers [lo, hi) and the exits on the way. is_prompt: of all exits, and what comes after the last
-        layer nobody reads."""
+        """Layers [lo, hi) and the exits on the way. is_prompt: all exits are filled, not `written` alone, and
+        of the last layer no more is computed than its keys and values."""
+        assert not (is_prompt and reads)
         decoder, exits = self._decoder, self._exits
         # Whatever has methods of its own is asked by these.
         if type(decoder) is not Decoder or decoder.passes is None or hi <= lo:
@@ -405,7 +406,7 @@ class Stages:
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
         before = self.counts.layer_passes
-        program, decoder = self._program_of(0, self.num_layers, False, is_prompt=True), self._decoder
+        program, decoder = self._program_of(0, self.num_layers, reads=False, is_prompt=True), self._decoder
         if program is None:
             hidden, lo = self._fill_exits(token_ids, view, self._exits)
             self._count(lo, self.num_layers, view.num_tokens)

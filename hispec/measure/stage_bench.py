@@ -260,10 +260,10 @@ class Rig:
     def _linked(self, batch: RoundBatch, q_len: int, over: Pass, is_first: bool = False) -> Timed | None:
         """The pass over q_len positions of each row, which tells its milliseconds, as one of those that run
         linked: after the whole model, as what follows a verify finds its weights in no near cache; from a
-        later layer on after those before it, too, as a round has it, since a large cache may keep some of
-        what the last pass over the same weights has left. But those from the first layer to an exit, of which
-        there may be several in a row, find there what the one before them has left, unless it is the first.
-        None where passes do not run so, or nothing tells them the time."""
+        later layer on after those before it and their exit, too, as a round has it, since a large cache may
+        keep some of what the last pass over the same weights has left. But those from the first layer to an
+        exit, of which there may be several in a row, find there what the one before them has left, unless it
+        is the first. None where passes do not run so, or nothing tells them the time."""
         is_again = over.lo == 0 and over.hi < self._num_layers and not is_first
         ahead = [Pass(0, self._num_layers)]
         if over.lo > 0:

@@ -7,6 +7,13 @@ from .suites import CONTROL, GATE, NUMBERS, RUNS, STATIC
 
 FAULTS = (
     Fault(
+        "prompts in one call go through all of the last layer",
+        "hispec/decoding/stages.py",
+        "steps[-1] = replace(steps[-1], kind=Kind.FILL)",
+        "pass",
+        ("tests/decoding/test_stages.py",),
+    ),
+    Fault(
         "prompts in one call fill those exits alone that every pass writes",
         "hispec/decoding/stages.py",
         "filled = exits if is_prompt else self._written",
@@ -27,7 +34,7 @@ FAULTS = (
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),
     ),
     Fault(
-        "adapter KV is not filled at prefill",
+        "adapter KV is not filled at prefill, one operation after the other",
         "hispec/decoding/stages.py",
         "self._fill_exits(token_ids, view, self._exits)",
         "self._fill_exits(token_ids, view, ())",

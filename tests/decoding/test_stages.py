@@ -16,6 +16,7 @@ from cache.view import BatchView
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
+from ee_models.pass_steps import Kind
 from hispec.config import Plan
 from hispec.decoding import stages
 from hispec.decoding.batch import RoundBatch
@@ -96,7 +97,9 @@ def test_each_pass_is_timed_as_its_tiers(
         assert steps < stats["check_pass_s"] <= cycles
 
 
-@pytest.mark.parametrize("numbers", [{}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "numbers", [{}, {"weights_dtype": torch.bfloat16}, {"quantization": "int8"}], ids=str
+)
 def test_prompts_in_one_call_leave_the_kv_of_single_operations(
     numbers: dict[str, Any], tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_prompts_in_one_call_leave_the_kv_of_single_operations(
         of_prompts = Stages(decoder, 9, kv, None, counts, exits, written=())
         program = of_prompts._program_of(0, 9, False, is_prompt=True)
         assert (program is not None) == is_one_call
+        assert program is None or program.steps[-1].kind is Kind.FILL, "nobody reads what comes after"
         of_prompts.prefill(token_ids, view)
         assert bool(kv.data.flatten(3)[:, :, slots].any(-1).all()), "every layer has keys and values"
         found.append((kv.data, counts))

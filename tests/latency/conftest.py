@@ -34,8 +34,6 @@ def exits(
 
 @pytest.fixture(scope="session")
 def measured(tiny_decoder: Decoder, exits: list[AdapterExit]) -> LatencyProfile:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(measuring, "_SAMPLES", 3)
-    profile = measure_latency(tiny_decoder, [2, 5, 7], exits, **SIZES, draft_model=tiny_decoder)
-    patch.undo()
-    return profile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "_SAMPLES", 3)
+        return measure_latency(tiny_decoder, [2, 5, 7], exits, **SIZES, draft_model=tiny_decoder)
