@@ -151,7 +151,7 @@ FAULTS = (
         "hispec/training/data.py",
         'rows[row["index"]] = row',
         "rows[len(rows)] = row",
-        ("tests/training/test_data.py",),
+        ("tests/training/data/test_outputs.py",),
     ),
     Fault(
         "training that goes on from a package leaves its matrices behind",
