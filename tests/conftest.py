@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from tests.helpers.adapter_engines import checkpoint, engine_of, expected, files
 from tests.helpers.interpreter import adapt_interpreter
 from tests.helpers.recorded_graphs import recordable
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made stays: to look for garbage in it took a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

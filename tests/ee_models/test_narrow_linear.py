@@ -46,7 +46,15 @@ def ways() -> list[tuple[int, str]]:
     return [(8, "plain"), (16, "plain"), *can_run]
 
 
-@pytest.fixture(params=ways(), ids=str, scope="module")
+def quick(way: tuple[int, str]) -> bool:
+    """All but that of a CPU with AVX-512 and without its words and bytes, as Xeon Phi had."""
+    return way != (16, "plain")
+
+
+@pytest.fixture(
+    params=[pytest.param(way, id=str(way), marks=() if quick(way) else pytest.mark.slow) for way in ways()],
+    scope="module",
+)
 def modules(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[ModuleType]]:

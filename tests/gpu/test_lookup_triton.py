@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -18,6 +18,7 @@ from hispec.drafters import lookup_torch, lookup_triton
 from tests.drafters import test_lookup as lookup
 from tests.drafters import test_lookup_ahead as ahead
 from tests.drafters.test_lookup import MAKERS, MAX_LEN, NUM_ROWS, Known, known_ngrams, replay, scripts
+from tests.helpers.sweeps import sweep
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the twins' tests run on a CPU")
 make = MAKERS["tensors"]
@@ -30,19 +31,25 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_triton, "_CHUNK", 16)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(script=scripts())
-def test_proposals_are_those_of_the_rule(script: tuple[tuple[Any, ...], list[Any]]) -> None:
-    replay(make, *script)
+@sweep("num_scripts", [30, 100], (30).__eq__)
+def test_proposals_are_those_of_the_rule(num_scripts: int) -> None:
+    @settings(max_examples=num_scripts, deadline=None)
+    @given(script=scripts())
+    def check(script: tuple[tuple[Any, ...], list[Any]]) -> None:
+        replay(make, *script)
+
+    check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
-@example(**lookup.CHAINED)
-def test_guesses_are_those_of_the_rule(
-    script: tuple[tuple[Any, ...], list[Any]], known: Known, confidence: float
-) -> None:
-    replay(make, *script, known=(known, confidence))
+@sweep("num_scripts", [20, 100], (20).__eq__)
+def test_guesses_are_those_of_the_rule(num_scripts: int) -> None:
+    @settings(max_examples=num_scripts, deadline=None)
+    @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
+    @example(**lookup.CHAINED)
+    def check(script: tuple[tuple[Any, ...], list[Any]], known: Known, confidence: float) -> None:
+        replay(make, *script, known=(known, confidence))
+
+    check()
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -8,7 +8,7 @@ whatever the code would do by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,22 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
+def _that_compute(
+    operations: list[tuple[Any, Any, Any, Any]],
+) -> Iterator[tuple[Any, Any, Any, list[Tensor]]]:
+    """All but views, which are there already, with the tensors that they make."""
+    for func, args, kwargs, result in operations:
+        held = _tensors(result)
+        read = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
+        in_place = all(each.untyped_storage().data_ptr() in read for each in held)
+        if func._schema.is_mutable or not held or not in_place:
+            yield func, args, kwargs, held
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
 class RecordedGraphs:
     """A GraphDevice."""
 
@@ -81,12 +97,16 @@ class RecordedGraphs:
             raise self.failure()
         self.num_captured += 1
 
+        operations: list[tuple[Any, Any, Any, list[Tensor]]] | None = None
+
         def replay() -> None:
-            for func, args, kwargs, held in recorder.operations:
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(held), tree_leaves(again), strict=True):
-                    # A view, or what was written in place, is there already.
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            nonlocal operations
+            if operations is None:
+                operations = list(_that_compute(recorder.operations))
+            for func, args, kwargs, held in operations:
+                # What was written in place is there already.
+                for old, new in zip(held, _tensors(func(*args, **kwargs)), strict=True):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
         return replay, result

@@ -46,7 +46,7 @@ def start(job: Path) -> subprocess.Popen[bytes]:
 
 def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str, workers: int) -> None:
     """Kills a run some time after it has begun to write, `kills` times, and lets the last one end."""
-    num_rows = ROWS_PER_KILL * (kills + 4)
+    num_rows = ROWS_PER_KILL * (kills + 2)
     job, output = write_job(folder, model, order, workers, num_rows), folder / "out.jsonl"
     random_delay = random.Random(seed)
     num_killed = 0

@@ -40,6 +40,13 @@ PLANS: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 2,
         "draft_confidence": 0.2,
     },
+    "a sure hybrid of three tiers": {
+        "draft": {"kind": "hybrid", "layer": 1, "exit": "exit"},
+        "check": {"layer": 2},
+        "num_draft_tokens": 2,
+        "num_checks": 1,
+        "draft_confidence": 0.2,
+    },
 }
 
 
@@ -66,7 +73,7 @@ def expected() -> list[list[int]]:
     return [transformers_greedy(tiny_model("llama", **SIZES), prompt, 5) for prompt in PROMPTS]
 
 
-@sweep("name", ["plain", *PLANS], ("three tiers", "a sure hybrid").__contains__)
+@sweep("name", ["plain", *PLANS], "a sure hybrid of three tiers".__eq__)
 def test_output_is_transformers_greedy(
     small_path: Path, on_gpu_kernels: None, expected: list[list[int]], name: str
 ) -> None:
