@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ee_models.checkpoint.exit_files import fingerprint
-from ee_models.checkpoint.loader import load_tokenizer
+from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 
@@ -27,6 +27,14 @@ MeasureLatency = Callable[
 ]
 
 
+class Opened(NamedTuple):
+    """The files of a model that another process of this machine has opened: to read its config and its
+    tokenizer takes seconds, most of them for importing what reads them."""
+
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerBase | None
+
+
 class Pretrained:
     """What `Engine.from_pretrained` has loaded: the decoder, the tokenizer if there is one, and for each plan
     its trained exits and draft model, each once."""
@@ -39,11 +47,12 @@ class Pretrained:
         revision: str | None,
         skip_tokenizer_init: bool,
         measure_latency: MeasureLatency | None,
+        opened: Opened | None = None,
     ) -> None:
-        """Arguments as those of `Engine.from_pretrained`. Raises ConfigError or CheckpointError, before
-        anything large is read wherever that is possible."""
+        """Arguments as those of `Engine.from_pretrained`; opened: `model`, where somebody has done so. Raises
+        ConfigError or CheckpointError, before anything large is read wherever that is possible."""
         device = select_device(config.device)
-        self.checkpoint = open_model(model, revision)
+        self.checkpoint = open_model(model, revision) if opened is None else opened.checkpoint
         model_config = self.checkpoint.config
         if speculative is not None:
             speculative.plan(model_config.num_layers)  # raises errors before minutes of loading
@@ -58,9 +67,9 @@ class Pretrained:
             config, model_config.max_position_embeddings, model_config.sliding_window
         )
         self.decoder = load_decoder(self.checkpoint, config, device, self._max_model_len)
-        self.tokenizer: PreTrainedTokenizerBase | None = (
-            None if skip_tokenizer_init else load_tokenizer(self.checkpoint)
-        )
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        if not skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(self.checkpoint) if opened is None else opened.tokenizer
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
         """As `LLM.fingerprints`."""

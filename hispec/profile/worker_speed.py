@@ -9,6 +9,7 @@ from typing import IO
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..jobs.bench_inputs import token_ids_of
 from ..jobs.schema import Job
 from ..llm import LLM
 from ..sampling_params import SamplingParams
@@ -17,8 +18,7 @@ from ..utils.files import cache_dir
 from ..workers.counts import WorkerCounts, keep, subject_of
 from ..workers.shares import most_workers
 
-_NEW_TOKENS = 32
-_PROMPT_TOKENS = 64
+_TOKENS = 96  # of a prompt and its answer, where the model has room for so many; a third are the answer's
 _ROUNDS = 3  # timed passes over as many prompts as there are rows
 
 
@@ -31,12 +31,19 @@ def worker_numbers(config: EngineConfig) -> list[int]:
 
 def measure_workers(job: Job, *, progress: bool = True) -> WorkerCounts | None:
     """Plain decoding of synthetic prompts with each number of workers, each of which has
-    engine.max_num_seqs rows. None where there is only one core, or a GPU. Raises what LLM raises."""
+    engine.max_num_seqs rows. None where there is only one core, or a GPU. Raises what LLM raises, and
+    RequestError if it refuses the prompts."""
     numbers = worker_numbers(job.engine)
     if not numbers:
         return None
     speeds = {}
-    settings = job.engine.model_dump() | {"trace": None, "enable_prefix_caching": False}
+    # KV for these prompts, whatever the job has: speeds are kept for all jobs of this model.
+    num_kv_blocks = job.engine.max_num_seqs * -(-_TOKENS // job.engine.block_size)
+    settings = job.engine.model_dump() | {
+        "trace": None,
+        "enable_prefix_caching": False,
+        "num_kv_blocks": num_kv_blocks,
+    }
     with make_bar(len(numbers), "workers", "number", progress) as bar:
         for number in numbers:
             with closing(LLM(job.model, workers=number, **settings)) as llm:
@@ -67,16 +74,17 @@ def print_workers(counts: WorkerCounts, file: IO[str] | None = None) -> None:
 
 
 def _tokens_per_s(llm: LLM, num_rows: int) -> float:
-    """The best of a few passes: others are slower by what else the machine did."""
+    """The best of a few passes: others are slower by what else the machine did. Raises RequestError if
+    prompts are refused, or fail."""
     rng = random.Random(0)
-    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    length = min(_TOKENS, llm.engine.max_model_len)
+    num_new = max(1, length // 3)
+    params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
     best = 0.0
     for _ in range(1 + _ROUNDS):  # the first warms up
-        prompts = [
-            {"prompt_token_ids": [rng.randrange(1, 100) for _ in range(_PROMPT_TOKENS)]}
-            for _ in range(num_rows)
-        ]
+        prompts = [[rng.randrange(1, 100) for _ in range(length - num_new)] for _ in range(num_rows)]
         started = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        best = max(best, num_rows * _NEW_TOKENS / (time.perf_counter() - started))
+        results = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        best = max(best, sum(map(len, token_ids_of(results))) / seconds)
     return best

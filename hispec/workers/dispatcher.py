@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import WorkerError
 from ..outputs import Delta
-from .launch import Launcher, Process
+from .launch import Launcher, NotYetError, Process
 from .messages import Alive, Gained, Hello, NewRequest, Start
 from .pipes import Ended, LlmEnd, interval_of
 from .state import Call, Task, Vacancy, Worker
@@ -31,6 +31,7 @@ _MOST_DEATHS = 3
 _PATIENCE_S = 5.0  # that workers have to end, their traces written
 # After which a worker is started again where none could be; each time twice as long, up to so many.
 _VACANT_S, _VACANT_AT_MOST_S = 60.0, 1800.0
+_SOON_S = 1.0  # the same, where what it comes from is being made
 
 
 class NoAnswerError(WorkerError):
@@ -335,7 +336,8 @@ class Dispatcher:
     def _replace(self, place: int) -> None:
         number = self.num_replaced + 1
         try:
-            worker = self._know(self._launcher.start(self._start_of(place, number)), place)
+            process = self._launcher.start(self._start_of(place, number), waits=not self._workers)
+            worker = self._know(process, place)
         except Exception as error:
             self._go_without(place, error)
             return
@@ -350,6 +352,11 @@ class Dispatcher:
             self._fail(error)
             return
         former = self._vacant.get(place)
+        if isinstance(error, NotYetError):
+            if former is None:
+                _log.warning("worker %d is replaced as soon as it can be: %s", place, error)
+            self._vacant[place] = Vacancy(0.5 * _VACANT_S, time.monotonic() + _SOON_S)
+            return
         wait_s = _VACANT_S if former is None else min(2.0 * former.wait_s, _VACANT_AT_MOST_S)
         self._vacant[place] = Vacancy(wait_s, time.monotonic() + wait_s)
         words = "worker %d cannot be replaced, which is tried again in %.0f s; %d go on: %s"

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from threading import Thread
 from typing import Any, Protocol
 
 from ..errors import ConfigError, WorkerError, shown
@@ -25,6 +27,10 @@ _CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]);"
     " from hispec.workers.process import main; main(int(sys.argv[1]))"
 )
+
+
+class NotYetError(WorkerError):
+    """What a worker is to come from is being made; it may be there when it is asked for again."""
 
 
 @dataclass(eq=False)
@@ -49,8 +55,8 @@ class Launcher(Protocol):
     @property
     def waits_for(self) -> str: ...
 
-    def start(self, start: Start) -> Process:
-        """A new worker, which is not ready yet. Raises WorkerError."""
+    def start(self, start: Start, waits: bool = True) -> Process:
+        """A new worker, which is not ready yet. waits: also while a model is loaded. Raises WorkerError."""
 
     def bury(self, process: Process) -> str:
         """Ends a worker, if it has not ended -> how it did, in words."""
@@ -72,14 +78,10 @@ class LocalLauncher:
         """Loads the model, if workers are forked. Raises ConfigError or CheckpointError, as loading does, and
         WorkerError if that process ends."""
         self._setup = setup
-        self._nursery: Process | None = None
         self._started: list[Process] = []
-        try:
-            if setup.forks:
-                self._load()
-        except BaseException:
-            self.close()
-            raise
+        self._loading: Future[Process] | None = None  # the nursery anew
+        self._newest: Process | None = None  # of those that load, or have loaded
+        self._nursery = self._load() if setup.forks else None
 
     @property
     def nursery_pid(self) -> int | None:
@@ -89,14 +91,13 @@ class LocalLauncher:
     def waits_for(self) -> str:
         return "it loads the model"
 
-    def start(self, start: Start) -> Process:
+    def start(self, start: Start, waits: bool = True) -> Process:
         if not self._setup.forks:
             process = self._spawn(start.share.threads)
             _send(process, start)
             return process
         if self._nursery is None:
-            self._load()
-        assert self._nursery is not None
+            self._nursery = self._load_again(waits)
         ours, theirs = socket.socketpair()
         try:
             self._nursery.connection.send(start)
@@ -128,6 +129,11 @@ class LocalLauncher:
         return "ended"  # nobody can tell how; it does once its socket is closed
 
     def close(self) -> None:
+        if self._loading is not None:
+            if self._newest is not None and self._newest.popen is not None:
+                self._newest.popen.kill()
+            with suppress(Exception):
+                self._nursery = self._loading.result(_PATIENCE_S)
         if self._nursery is not None:
             self._end_of_nursery()
         for process in self._started:
@@ -136,16 +142,39 @@ class LocalLauncher:
             _reap(process)
         self._started.clear()
 
-    def _load(self) -> None:
-        self._nursery = self._spawn(threads=1)
+    def _load(self) -> Process:
+        """A nursery that has loaded the model. Raises what loading raises there."""
+        nursery = self._newest = self._spawn(threads=1)
         try:
-            error = self._nursery.connection.recv()
+            error = nursery.connection.recv()
         except (OSError, EOFError):
-            text = f"the process that loads the model {self._end_of_nursery()}"
+            text = f"the process that loads the model {_end(nursery)}"
             raise WorkerError(f"{text}; did memory run out?") from None
+        except BaseException:
+            _end(nursery)
+            raise
         if error is not None:
-            self._end_of_nursery()
+            _end(nursery)
             raise error
+        return nursery
+
+    def _load_again(self, waits: bool) -> Process:
+        """A nursery in place of one that has ended. It takes as long as the model does to load, or for ever
+        where its folder hangs: in a thread, so that workers which are there go on. Raises NotYetError while
+        it does, unless it is waited for."""
+        if self._loading is None:
+            self._loading = Future()
+            Thread(target=self._load_into, args=(self._loading,), daemon=True).start()
+        if not (waits or self._loading.done()):
+            raise NotYetError("the process that holds the model has ended, and is started again")
+        loading, self._loading = self._loading, None
+        return loading.result()
+
+    def _load_into(self, loading: Future[Process]) -> None:
+        try:
+            loading.set_result(self._load())
+        except BaseException as error:
+            loading.set_exception(error)
 
     def _answer_of_nursery(self) -> Any:
         """Raises EOFError if it has ended, or hangs and was ended; its workers go on."""
@@ -158,8 +187,7 @@ class LocalLauncher:
     def _end_of_nursery(self) -> str:
         nursery, self._nursery = self._nursery, None
         assert nursery is not None
-        nursery.connection.close()
-        return _ending(_reap(nursery))
+        return _end(nursery)
 
     def _spawn(self, threads: int) -> Process:
         """A process of `hispec.workers.process`, in a process group of its own: Ctrl-C in a terminal is not
@@ -225,6 +253,12 @@ def _reap(process: Process) -> int:
     except subprocess.TimeoutExpired:
         process.popen.kill()
         return process.popen.wait()
+
+
+def _end(process: Process) -> str:
+    """Ends a process that ends when its socket is closed -> how it did."""
+    process.connection.close()
+    return _ending(_reap(process))
 
 
 def _ending(code: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import sys
 import time
 import weakref
@@ -22,6 +23,7 @@ from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
 from ..detokenizer import IncrementalText
+from ..engine.pretrained import Opened
 from ..errors import ConfigError, RequestError, WorkerError, build, closed, shown
 from ..loading.target_model import open_model
 from ..outputs import ContinuationScore, Delta
@@ -93,6 +95,7 @@ class WorkerPool:
             sharers=(len(shares) if cluster is None else cluster.sharers) if on_cpu else 1,
             forks=on_cpu and cluster is None and sys.platform == "linux",
             is_far=cluster is not None,
+            opened=None if cluster is not None else _pickled(Opened(checkpoint, self.tokenizer)),
         )
         check_setup(setup)
         if config.trace is not None:
@@ -365,6 +368,14 @@ class WorkerPool:
     def _check_idle(self, what: str) -> None:
         if self._ids:
             raise ConfigError(f"{what} while {len(self._ids)} requests are unfinished; abort them first")
+
+
+def _pickled(opened: Opened) -> bytes | None:
+    """None of what cannot be: a file that is mapped, for one."""
+    try:
+        return pickle.dumps(opened)
+    except Exception:  # a tokenizer's class raises what it likes
+        return None
 
 
 def _make_plan(speculative: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import traceback
 from multiprocessing.connection import Connection
@@ -112,6 +113,7 @@ def _load(setup: Setup, config: EngineConfig | None = None) -> Pretrained:
         setup.revision,
         setup.skip_tokenizer_init,
         measure_latency=None,
+        opened=None if setup.opened is None else pickle.loads(setup.opened),
     )
     loaded.for_plan(setup.speculative)  # reads exits and draft models
     return loaded

@@ -114,7 +114,7 @@ class RayLauncher:
         each = f"{self._cluster.num_cpus} CPUs, {self._cluster.num_gpus} GPUs"
         return f"the cluster has no room for it ({each}), or it loads the model"
 
-    def start(self, start: Start) -> Process:
+    def start(self, start: Start, waits: bool = True) -> Process:
         try:
             actor = self._worker.remote(__version__, self._setup, pickle.dumps(start))
             bridge = _Bridge(self._ray, actor)

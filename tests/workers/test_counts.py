@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from hispec import LLM
 from hispec.cli import main
 from hispec.config import EngineConfig
-from hispec.errors import ConfigError, build
+from hispec.errors import ConfigError, RequestError, build
 from hispec.jobs.schema import Job
 from hispec.profile import worker_speed
 from hispec.profile.worker_speed import keep_worker_speeds, measure_workers, print_workers, worker_numbers
@@ -109,6 +110,37 @@ def test_speeds_are_measured_and_kept(
     assert best_count(str(tiny_path), job.engine) == found.best
     print_workers(found)
     assert "(auto)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 40}, {"num_kv_blocks": 2}, {}], ids=str)
+def test_what_a_job_has_no_room_for_is_not_measured_of_it(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    """Prompts are as long as there is room for; KV is the measurement's own."""
+    monkeypatch.setattr(worker_speed, "worker_numbers", lambda _: [1])
+    monkeypatch.setattr(worker_speed, "_ROUNDS", 1)
+    seen: list[tuple[int, int]] = []
+    generate = LLM.generate
+
+    def noted(self: LLM, prompts: Any, params: Any, **options: Any) -> Any:
+        outputs = generate(self, prompts, params, **options)
+        seen.extend((len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", noted)
+    job = job_of(tiny_path)
+    job = job.model_copy(update={"engine": job.engine.model_copy(update=limits)})
+    found = measure_workers(job, progress=False)
+    assert found is not None and found.tokens_per_s[1] > 0
+    assert set(seen) == {(27, 13) if "max_model_len" in limits else (64, 32)}
+
+
+def test_prompts_that_are_refused_are_no_speed(tiny_path: Path) -> None:
+    with (
+        LLM(str(tiny_path), **SMALL | {"num_kv_blocks": 2}) as llm,
+        pytest.raises(RequestError, match="num_kv_blocks"),
+    ):
+        worker_speed._tokens_per_s(llm, 1)
 
 
 def test_nothing_is_measured_where_there_is_no_choice(

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from ee_models.errors import CheckpointError
 from hispec import LLM, SamplingParams
 from hispec.errors import ConfigError, WorkerError
 from hispec.metrics.table import METRICS
 from hispec.workers.dispatcher import Dispatcher
-from hispec.workers.launch import Process
+from hispec.workers.launch import LocalLauncher, NotYetError, Process
 from hispec.workers.messages import Start
 from tests.workers.support import DEADLY, SMALL, Deadly, linux, pool, wait_until, worker_pids
 from tests.workers.test_outputs import GREEDY, PROMPTS, SAMPLED, generate, plain
@@ -146,6 +147,50 @@ def test_a_killed_nursery_is_replaced_when_it_is_needed(two: LLM, one: LLM) -> N
     wait_until(lambda: all(worker.is_ready for worker in pool(two)._dispatcher._workers))
 
 
+@pytest.mark.slow
+def test_workers_go_on_while_a_killed_nursery_loads_again(
+    two: LLM, one: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, may_load = pool(two)._dispatcher._launcher, threading.Event()
+    load = launcher._load
+
+    def load_later() -> Process:
+        assert may_load.wait(60.0)
+        return load()
+
+    monkeypatch.setattr(launcher, "_load", load_later)
+    os.kill(launcher.nursery_pid, signal.SIGKILL)
+    os.kill(worker_pids(two)[1], signal.SIGKILL)
+    wait_until(lambda: launcher._loading is not None)
+    wanted = generate(one)
+    assert generate(two) == wanted and len(worker_pids(two)) == 1
+    may_load.set()
+    wait_until(lambda: len(worker_pids(two)) == 2)
+    wait_until(lambda: all(worker.is_ready for worker in pool(two)._dispatcher._workers))
+    assert generate(two) == wanted and launcher._loading is None
+
+
+def test_a_nursery_is_loaded_again_beside_the_workers_that_are_there() -> None:
+    launcher, may_load, loaded = object.__new__(LocalLauncher), threading.Event(), []
+    launcher._loading, outcome = None, Process(None, 7)  # type: ignore[arg-type]
+
+    def load() -> Process:
+        loaded.append(may_load.wait(60.0))
+        if len(loaded) == 2:
+            raise CheckpointError("the model is gone")
+        return outcome
+
+    launcher._load = load  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(NotYetError, match="started again"):
+            launcher._load_again(waits=False)
+    may_load.set()
+    assert launcher._load_again(waits=True) is outcome and loaded == [True]
+    with pytest.raises(CheckpointError, match="gone"):
+        launcher._load_again(waits=True)
+    assert launcher._load_again(waits=True) is outcome and len(loaded) == 3
+
+
 def test_a_request_that_kills_each_worker_fails_alone(tiny_path: Path) -> None:
     prompts = [[5, 6, 8 + at] for at in range(6)]
     prompts[2].append(DEADLY)
@@ -177,7 +222,7 @@ def test_without_a_worker_left_step_says_why(tiny_path: Path, monkeypatch: pytes
     with LLM(str(tiny_path), workers=2, **SMALL) as llm:
         dispatcher: Dispatcher = pool(llm)._dispatcher
 
-        def start(_: object) -> None:
+        def start(_: object, waits: bool) -> None:
             raise WorkerError("no memory for another")
 
         monkeypatch.setattr(dispatcher._launcher, "start", start)
@@ -198,11 +243,11 @@ def test_a_place_that_could_not_be_filled_is_tried_again(
     launcher, before, tries = dispatcher._launcher, dispatcher.num_replaced, []
     start = launcher.start
 
-    def fail_twice(given: Start) -> Process:
+    def fail_twice(given: Start, waits: bool) -> Process:
         tries.append(time.monotonic())
         if len(tries) < 3:
             raise WorkerError("no memory for another")
-        return start(given)
+        return start(given, waits)
 
     monkeypatch.setattr(launcher, "start", fail_twice)
     monkeypatch.setattr("hispec.workers.dispatcher._VACANT_S", 0.5)

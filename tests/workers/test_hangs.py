@@ -19,7 +19,7 @@ from hispec import LLM
 from hispec.errors import WorkerError
 from hispec.outputs import Delta
 from hispec.workers.dispatcher import Dispatcher
-from hispec.workers.launch import Process
+from hispec.workers.launch import NotYetError, Process
 from hispec.workers.messages import Alive, Gained, Hello, NewRequest
 from hispec.workers.pipes import WorkerEnd
 from hispec.workers.state import Call
@@ -39,7 +39,7 @@ class Fakes:
         self.ends: list[Connection] = []
         self.buried: list[int] = []
 
-    def start(self, start: object) -> Process:
+    def start(self, start: object, waits: bool = True) -> Process:
         ours, theirs = socket.socketpair()
         self.ends.append(Connection(theirs.detach()))
         return Process(Connection(ours.detach()), None)
@@ -85,6 +85,35 @@ def received(end: Connection) -> Any:
 
 def ended(number: int) -> Gained:
     return Gained([(number, Delta("", [1], "a", None, "length", None))], None)
+
+
+def test_a_place_whose_worker_cannot_come_yet_holds_up_nobody(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked for again soon, and said once."""
+    monkeypatch.setattr("hispec.workers.dispatcher._SOON_S", 0.02)
+    dispatcher, (dead, good) = make(2, timeout_s=2.0)
+    fakes, asked = dispatcher._launcher, []
+    start = fakes.start
+
+    def not_yet(given: Any, waits: bool) -> Process:
+        asked.append(waits)
+        if len(asked) < 4:
+            raise NotYetError("it loads")
+        return start(given, waits)
+
+    monkeypatch.setattr(fakes, "start", not_yet)
+    dead.close()
+    wait_until(lambda: len(asked) > 0)
+    for number in range(4):
+        dispatcher.post(dispatcher.add, request(number, [1]))
+        assert received(good).number == number
+        good.send(ended(number))
+        wait_until(lambda number=number: len(dispatcher.outbox) == number + 1)
+        wait_until(lambda number=number: len(asked) > min(number, 3))
+    wait_until(lambda: len(dispatcher._workers) == 2)
+    assert asked == [False] * 4, "others go on, so that nobody waits"
+    assert sum("is replaced as soon as it can be: it loads" in text for text in caplog.messages) == 1
 
 
 def test_a_worker_that_takes_nothing_holds_up_nobody(make: Make) -> None:

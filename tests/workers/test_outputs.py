@@ -11,12 +11,15 @@ import pytest
 
 from hispec import LLM, SamplingParams
 from hispec.cli import main
+from hispec.engine.pretrained import Opened
 from hispec.errors import ClosedError, ConfigError, RequestError
 from hispec.jobs.rates import Rates
+from hispec.loading.target_model import open_model
 from hispec.outputs import RequestOutput
 from hispec.trace.merge import merge
 from hispec.trace.summary import summarize
 from hispec.trace.writer import read_trace
+from hispec.workers import pool as pool_module
 from tests.workers.support import SMALL, pool
 
 PROMPTS = [f"number {index} " * (1 + index % 3) for index in range(9)]
@@ -83,6 +86,16 @@ def test_seeds_that_nobody_gave_do_not_depend_on_who_serves(tiny_path: Path) -> 
             found = [generate(llm, SAMPLED, PROMPTS[:5]), generate(llm, SAMPLED, PROMPTS[5:])]
         wanted = wanted or found
         assert found == wanted
+
+
+def test_a_process_does_not_open_what_the_llms_has_opened(
+    tiny_path: Path, one: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would import for seconds what reads a config."""
+    monkeypatch.setattr(pool_module, "open_model", lambda *_: open_model(tiny_path))
+    with LLM(str(tiny_path.with_name("elsewhere")), workers=2, **SMALL) as llm:
+        assert generate(llm) == generate(one)
+    assert pool_module._pickled(Opened(None, lambda: None)) is None  # type: ignore[arg-type]
 
 
 def test_every_worker_takes_part_and_counts_are_their_sum(two: LLM, one: LLM) -> None:
