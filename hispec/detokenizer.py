@@ -72,8 +72,11 @@ class IncrementalText:
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Takes one token -> the stop string that it completed, if any; of several, the one that begins
         first."""
-        piece = self._stream.step(self._backend, token_id)
         self._pending.append(token_id)
+        try:
+            piece = self._stream.step(self._backend, token_id)
+        except Exception:  # tokenizers raise no class of their own
+            piece = self._begin_again()
         if not piece or self._end is not None:
             return None
         self._pending.clear()
@@ -88,6 +91,17 @@ class IncrementalText:
             return None
         self._end, string = min(found)
         return string
+
+    def _begin_again(self) -> str:
+        """The text of the tokens that have given none yet, in a stream that goes on from the last of them.
+
+        A decoder that falls back to bytes reads a run of them as a whole: an incomplete character makes signs
+        of no character of those before it, too, which have been given as text, so that a stream finds no way
+        on.
+        """
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream.step(self._backend, self._pending[-1])
+        return self._backend.decode(self._pending, skip_special_tokens=True)
 
     def release(self, final: bool) -> str:
         """Returns text that is certain and was not returned before; with `final`, all text up to the stop
@@ -119,14 +133,21 @@ def split_text(
 
 class TokenBytes:
     """The bytes of single tokens: those of a word with the space before it, and of a character's part that
-    part alone, which no text can hold."""
+    part alone, which no text can hold. Without a tokenizer their numbers.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._added = tokenizer, frozenset(tokenizer.added_tokens_decoder)
-        self._is_byte_level = _is_byte_level(tokenizer.backend_tokenizer)
+    special   tokens that are no part of a text, though they have a name
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+        self._tokenizer, self._added = tokenizer, frozenset(added)
+        self.special = frozenset(token for token, about in added.items() if about.special)
+        self._is_byte_level = tokenizer is not None and _is_byte_level(tokenizer.backend_tokenizer)
 
     def __call__(self, token_id: int) -> bytes:
         """None of a token that the vocabulary does not have, as models have whose embedding is padded."""
+        if self._tokenizer is None:
+            return str(token_id).encode()
         piece: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""

@@ -52,7 +52,9 @@ class LLM:
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...
 
-    `generation_defaults` are the fields of SamplingParams that the model itself sets.
+    `generation_defaults` are the fields of SamplingParams that the model itself sets. `token_bytes(token)` is
+    what a token is by itself: text in UTF-8, or a part of a character's bytes; its number if the model has no
+    tokenizer.
 
     Raises ConfigError or CheckpointError (both ValueErrors; ExitsError is one of the latter) before anything
     is computed; WorkerError if a worker's process ends before it serves.
@@ -99,7 +101,7 @@ class LLM:
             self.engine = one = Engine.from_pretrained(model, measure_latency=_measure_latency, **arguments)
             self.tokenizer = one.pretrained.tokenizer
             self.generation_defaults = one.pretrained.checkpoint.generation_defaults
-        self._token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
+        self.token_bytes = TokenBytes(self.tokenizer)
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
         self._arrived: list[Delta] = []  # from the engine, not handed on yet
@@ -279,11 +281,6 @@ class LLM:
         names them; and what weights and KV are held in. Raises ExitsError or NgramsError."""
         return self.engine.fingerprints(speculative)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token is by itself: text in UTF-8, or a part of a character's bytes; its number if the model
-        has no tokenizer."""
-        return str(token_id).encode() if self._token_bytes is None else self._token_bytes(token_id)
-
     def split_text(self, token_ids: Sequence[int], text: str, chat: bool) -> list[str] | None:
         """What each token added to the `text` of an output: pieces that are all of it together. chat: of a
         conversation. None if the model has no tokenizer."""
@@ -384,6 +381,8 @@ class LLM:
                         bar.update()
         finally:
             self._abort(named)
+            for request_id in named:  # made in a step that was interrupted before it returned
+                self._finished.pop(request_id, None)
         return [done[request_id] for request_id in named]
 
     def _advance(self) -> None:

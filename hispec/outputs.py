@@ -111,7 +111,8 @@ class Delta:
 class CompletionOutput:
     """One of a request's `n` outputs. `text` is empty if the model has no tokenizer.
 
-    stop_reason   the stop string or token that ended it; FULL where prompt and output fill max_model_len
+    stop_reason   the stop string or token that ended it; FULL where prompt and output fill max_model_len,
+                  or, of an output without a max_tokens, all KV blocks
                   before max_tokens; else None
     tiers         one for each token, if sampling asked for them
     """

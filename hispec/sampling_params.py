@@ -20,7 +20,7 @@ class SamplingParams(Settings):
     presence_penalty, frequency_penalty   subtracted from logits of output tokens, once or per occurrence
     logit_bias           {token id: added to its logit}
     seed                 None = derived from the engine's seed and the request's number
-    max_tokens           None = as many as max_model_len leaves
+    max_tokens           None = as many as max_model_len and the KV blocks leave
     min_tokens           no stop token before this many
     stop                 strings that end the output (left out of it)
     stop_token_ids       tokens that end the output, besides the model's EOS

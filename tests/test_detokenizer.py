@@ -281,3 +281,45 @@ def test_the_bytes_of_sentencepieces_tokens_have_their_spaces() -> None:
         b"\x9f",
         b"</s>",
     ]
+
+
+BYTES = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "streamed"),
+    [
+        ((0xC3, 0xA9, 0xE4, "a"), ["é", "", "\ufffda"]),
+        ((0x0A, 0xE2, "\u2581b"), ["\n", "", "\ufffd b"]),
+        (
+            ("a", 0xC3, 0xA9, 0xE6, 0xBC, "b", "\u2581b", 0xC3, 0xA9),
+            ["a", "é", "", "\ufffd\ufffdb", " b", "é"],
+        ),
+        (("a", 0x0A, 0xE6, 0xBC, 0xA2, "b"), ["a", "\n", "漢", "b"]),
+        ((0xC3, 0xA9, 0xE4), ["é", "\ufffd"]),
+    ],
+    ids=str,
+)
+def test_bytes_that_make_no_character_after_such_as_did_are_signs_and_no_error(
+    parts: tuple[int | str, ...], streamed: list[str]
+) -> None:
+    """A decoder that falls back to bytes makes signs of the whole run; what was given as text stays."""
+    pieces = ["a", "b", "\u2581b", *BYTES.values()]
+    tokenizer = sentencepiece(*pieces)
+    tokens = [1 + pieces.index(part if isinstance(part, str) else BYTES[part]) for part in parts]
+    text = IncrementalText(tokenizer, ())
+    found = []
+    for token in tokens:
+        text.append(token)
+        found.append(text.release(final=False))
+    found.append(text.release(final=True))
+    assert [piece for piece in found if piece] == [piece for piece in streamed if piece]
+    assert "".join(split_text(tokenizer, tokens, "".join(found), False)) == "".join(streamed)
+
+
+def test_a_stop_string_is_found_after_bytes_that_make_no_character() -> None:
+    pieces = ["a", "b", *BYTES.values()]
+    text = IncrementalText(sentencepiece(*pieces), ["ab"])
+    tokens = [1 + pieces.index(piece) for piece in (BYTES[0xC3], BYTES[0xA9], BYTES[0xE4], "a", "b")]
+    assert [text.append(token) for token in tokens] == [None] * 4 + ["ab"]
+    assert text.release(final=True) == "é\ufffd"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ import hispec
 from hispec import LLM, SamplingParams, SpeculativeConfig
 from hispec.errors import RequestError
 from hispec.jobs.rates import Rates
+from tests.helpers.interrupts import Interrupts
 
 SPECULATIVE = {
     "draft": {"kind": "exit", "layer": 3},
@@ -87,6 +90,24 @@ def test_chat_takes_parts_of_text_and_known_roles(llm: LLM) -> None:
     ):
         with pytest.raises(hispec.RequestError, match=words):
             llm.encode([message], chat=True)
+
+
+@pytest.mark.parametrize(
+    "unused", [{"tool_calls": None}, {"tool_calls": []}, {"refusal": None, "audio": None}]
+)
+def test_what_a_client_writes_of_fields_that_it_does_not_use_is_nothing(
+    llm: LLM, unused: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As answers come back in a conversation; a template may ask whether a message has them."""
+    asks = "{% for message in messages %}{% for name in message %}{{ name }} {% endfor %}{% endfor %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", asks)
+    turn = {"role": "assistant", "content": "hi"}
+    assert llm.encode([turn | unused], chat=True) == llm.encode([turn], chat=True)
+    nothing = {"role": "assistant", "content": None, **unused}
+    with pytest.raises(RequestError, match=r"messages\.0\.content: must be text"):
+        llm.encode([nothing], chat=True)
+    called = turn | {"content": None, "tool_calls": [{"id": "a"}]}
+    assert llm.tokenizer is not None and "tool_calls" in llm.tokenizer.decode(llm.encode([called], chat=True))
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "caf\udce9"])
@@ -225,3 +246,19 @@ def test_type_checkers_see_every_public_name() -> None:
     block = next(node for node in tree.body if isinstance(node, ast.If))
     names = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert ast.unparse(block.test) == "TYPE_CHECKING" and names == {*hispec.__all__} - {"__version__"}
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupted_generate_leaves_nothing(llm: LLM, at: int) -> None:
+    """Nor an output that was made in the step which was interrupted."""
+    prompts = [[5, 6, 7], [8, 9], [10]]  # of which several end in one step
+    wanted = [output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    interrupts, count = Interrupts("hispec/llm.py", "hispec/outputs.py", at=at), -1
+    while count < len(interrupts.lines):
+        count = len(interrupts.lines)
+        with suppress(KeyboardInterrupt), interrupts.armed():
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert not llm.has_unfinished() and not llm._finished
+    assert count > 30
+    again = [output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [one[0].token_ids for one in again] == [one[0].token_ids for one in wanted]

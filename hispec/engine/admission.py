@@ -66,7 +66,7 @@ class Admission:
         if is_alone:
             digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") >> 1
-        room = self.max_model_len - len(prompt)
+        room = self._room(len(prompt), params)
         return Request(
             request_id=request_id,
             number=number,
@@ -80,11 +80,27 @@ class Admission:
             arrival_s=time.monotonic(),
         )
 
+    def too_long(self, prompt_len: int) -> str | None:
+        """Why a prompt of so many tokens can never be served; None where its length is no reason."""
+        if prompt_len < self.max_model_len:
+            return None
+        return (
+            f"the prompt has {prompt_len} tokens, but max_model_len={self.max_model_len} must hold it and one"
+            " token of output; shorten it or raise max_model_len"
+        )
+
+    def _room(self, prompt_len: int, params: SamplingParams) -> int:
+        """The most tokens of output after a prompt of so many: without a number of their own as many as there
+        are KV blocks for, too; the last token of the output is never processed."""
+        longest = self.max_model_len
+        if params.max_tokens is None:
+            longest = min(longest, self.num_blocks * self.block_size + 1)
+        return longest - prompt_len
+
     def _problems(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, text: TextStream | None
     ) -> Iterator[str]:
-        vocab_size, model_len = self.vocab_size, self.max_model_len
-        num_blocks, block_size = self.num_blocks, self.block_size
+        vocab_size, num_blocks, block_size = self.vocab_size, self.num_blocks, self.block_size
         if params.n != 1:
             yield f"n={params.n}: the engine takes one sequence per request; LLM.generate makes n of them"
         if len(prompt_token_ids) == 0:
@@ -114,14 +130,12 @@ class Admission:
                 " tokenizer, or use stop_token_ids"
             )
         length = len(prompt_token_ids)
-        if length >= model_len:
-            yield (
-                f"the prompt has {length} tokens, but max_model_len={model_len} must hold it and one token of"
-                " output; shorten it or raise max_model_len"
-            )
+        if problem := self.too_long(length):
+            yield problem
             return
-        total = length + min(params.max_tokens or model_len, model_len - length)
-        needed = -(-(total - 1) // block_size)  # the last token of the output is never processed
+        room = max(1, self._room(length, params))
+        total = length + min(params.max_tokens or room, room)
+        needed = -(-(total - 1) // block_size)
         if needed > num_blocks:
             yield (
                 f"prompt and output take up to {total} tokens = {needed} KV blocks of {block_size}, but there"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..detokenizer import TokenBytes
 from ..errors import ConfigError, nearest, shown
 from ..openai.requests import CHAT, COMPLETIONS, read_body
 from ..openai.responses import error_body, response_body
@@ -48,7 +49,7 @@ def openai_row(
     row: Row | BadRow,
     outcome: RequestOutput | RowError,
     model: str,
-    token_bytes: Callable[[int], bytes],
+    token_bytes: TokenBytes,
 ) -> dict[str, Any]:
     """The line of the output file for a row: its `id` holds the row's content hash."""
     name = f"batch_req_{row.content_hash}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ..detokenizer import TokenPieces
+from ..detokenizer import TokenBytes, TokenPieces
 from ..outputs import Delta
 from .responses import Offsets, chat_logprobs, completion_logprobs, usage
 
@@ -19,7 +18,7 @@ class Chunks:
         model: str,
         created: int,
         response_id: str,
-        token_bytes: Callable[[int], bytes],
+        token_bytes: TokenBytes,
         wants_usage: bool = False,
         tokenizer: Any = None,
     ) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..detokenizer import TokenBytes
 from ..outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 
@@ -16,7 +17,7 @@ def response_body(
     model: str,
     created: int,
     response_id: str,
-    token_bytes: Callable[[int], bytes],
+    token_bytes: TokenBytes,
 ) -> dict[str, Any]:
     """The body of a response: a chat.completion or a text_completion. created: seconds since 1970.
     token_bytes: of a token, for logprobs."""
@@ -31,7 +32,7 @@ def response_body(
 
 
 def choices(
-    outputs: Sequence[CompletionOutput], is_chat: bool, token_bytes: Callable[[int], bytes], first: int = 0
+    outputs: Sequence[CompletionOutput], is_chat: bool, token_bytes: TokenBytes, first: int = 0
 ) -> list[dict[str, Any]]:
     """The choices of a body, numbered from `first`."""
     choice = _chat_choice if is_chat else _completion_choice
@@ -50,7 +51,7 @@ def num_new_tokens(output: RequestOutput) -> int:
     return sum(len(one.token_ids) for one in output.outputs)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
     return {"content": [_chat_logprob(one, token_bytes) for one in entries], "refusal": None}
 
@@ -62,14 +63,14 @@ class Offsets:
         self._read, self._num = codecs.getincrementaldecoder("utf-8")("replace"), 0
 
     def next(self, content: bytes) -> int:
-        """Characters before the next token, of these bytes."""
+        """Characters before the next token, which adds these bytes to the text."""
         begin = self._num
         self._num += len(self._read.decode(content))
         return begin
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], token_bytes: Callable[[int], bytes], offsets: Offsets
+    entries: Sequence[TokenLogprobs], token_bytes: TokenBytes, offsets: Offsets
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice; offsets: of its output, which were told of the tokens before."""
     of_tokens = [token_bytes(entry.token_id) for entry in entries]
@@ -77,11 +78,14 @@ def completion_logprobs(
         "tokens": [_text(content) for content in of_tokens],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": [_by_text(entry.top, token_bytes) for entry in entries],
-        "text_offset": [offsets.next(content) for content in of_tokens],
+        "text_offset": [
+            offsets.next(b"" if entry.token_id in token_bytes.special else content)
+            for entry, content in zip(entries, of_tokens, strict=True)
+        ],
     }
 
 
-def _by_text(top: Mapping[int, float], token_bytes: Callable[[int], bytes]) -> dict[str, float]:
+def _by_text(top: Mapping[int, float], token_bytes: TokenBytes) -> dict[str, float]:
     """{text: logprob}, best first; of tokens of one text the likeliest."""
     found: dict[str, float] = {}
     for token, logprob in top.items():
@@ -97,7 +101,7 @@ def _text(content: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _chat_choice(output: CompletionOutput, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
+def _chat_choice(output: CompletionOutput, token_bytes: TokenBytes) -> dict[str, Any]:
     message = {"role": "assistant", "content": output.text, "refusal": None}
     return {
         "index": output.index,
@@ -107,7 +111,7 @@ def _chat_choice(output: CompletionOutput, token_bytes: Callable[[int], bytes]) 
     }
 
 
-def _chat_logprob(entry: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
+def _chat_logprob(entry: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
         content = token_bytes(token)
         return {"token": _text(content), "logprob": _finite(logprob), "bytes": list(content)}
@@ -116,7 +120,7 @@ def _chat_logprob(entry: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> 
     return {**one(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def _completion_choice(output: CompletionOutput, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
+def _completion_choice(output: CompletionOutput, token_bytes: TokenBytes) -> dict[str, Any]:
     return {
         "index": output.index,
         "text": output.text,

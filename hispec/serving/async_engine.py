@@ -15,7 +15,16 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from ..errors import BusyError, ClosedError, ConfigError, EngineDeadError, HiSpecError, RequestError, closed
+from ..errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    EngineDeadError,
+    HiSpecError,
+    RequestError,
+    WorkerError,
+    closed,
+)
 from ..llm import LLM
 from ..outputs import Delta, RequestOutput
 from ..sampling_params import SamplingParams
@@ -24,6 +33,7 @@ Sampling = SamplingParams | dict[str, Any] | None
 Item = tuple[int, Delta] | RequestOutput | BaseException
 T = TypeVar("T")
 _ADMISSION_S = 0.02  # for which prompts are read while those that run wait for their next step
+_LONG = 1 << 16  # characters of a prompt, or tokens, from which it is not read before it is known to fit
 
 
 @dataclass(eq=False)
@@ -87,6 +97,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # of what follows, which both sides use
         self._end: HiSpecError | None = None  # what newcomers get
+        self._failure: WorkerError | None = None  # that was met outside of a step
         self._num_unfinished = 0
         self._is_stopping = self._is_over = False
         made: Future[LLM] = Future()
@@ -127,6 +138,7 @@ class AsyncEngine:
         """As `stream`, of `n` outputs: (which of them, Delta)."""
         if most_outputs is not None and (n := self._params(sampling).n) > most_outputs:
             raise RequestError(f"n={n}: a stream has one output; take stream_each()")
+        await self._check_length(prompt, chat)
         request = self._submit(prompt, sampling, chat, wait, is_stream=True)
         try:
             while not isinstance(item := await request.get(), RequestOutput):
@@ -138,6 +150,7 @@ class AsyncEngine:
         self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True
     ) -> RequestOutput:
         """One request with all its outputs; otherwise as `stream`."""
+        await self._check_length(prompt, chat)
         request = self._submit(prompt, sampling, chat, wait, is_stream=False)
         try:
             output = await request.get()
@@ -199,6 +212,14 @@ class AsyncEngine:
 
     def _params(self, sampling: Sampling) -> SamplingParams:
         return SamplingParams.of(sampling, "sampling")
+
+    async def _check_length(self, prompt: Any, chat: bool) -> None:
+        """Raises RequestError for a prompt that is much too long: the thread that steps would read it for
+        seconds, in which nobody gets a token."""
+        if _size_of(prompt, chat) >= _LONG:
+            token_ids = await asyncio.to_thread(self._llm.encode, prompt, chat)
+            if problem := self._llm.engine.admission.too_long(len(token_ids)):
+                raise RequestError(problem)
 
     def _submit(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool, is_stream: bool) -> _Request:
         n, most = self._params(sampling).n, self._most
@@ -265,6 +286,8 @@ class AsyncEngine:
         try:
             while not self._is_stopping:
                 self._read_inbox()
+                if self._failure is not None:
+                    raise self._failure
                 self._admit()
                 self._hand_over()  # refusals: with workers a step waits until others have gained something
                 if self._running:
@@ -379,9 +402,27 @@ class AsyncEngine:
             future.set_result(None)
 
     def _stats(self) -> dict[str, Any]:
-        stats = self._llm.stats()
+        try:
+            stats = self._llm.stats()
+        except WorkerError as error:  # none is left, and none will come
+            self._failure = error
+            raise
         num_here = sum(request.num_outputs for request in self._waiting.values())
         return stats | {"waiting": stats["waiting"] + num_here}
+
+
+def _size_of(prompt: Any, chat: bool) -> int:
+    """Characters of a prompt or of a conversation, or token ids; 0 of what is neither."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    if not isinstance(prompt, str | list | tuple):
+        return 0
+    if isinstance(prompt, str) or not chat:
+        return len(prompt)
+    contents = [message.get("content") for message in prompt if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, dict))]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _deliver(parcels: list[tuple[_Request, list[Item]]]) -> None:

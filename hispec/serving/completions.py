@@ -221,6 +221,9 @@ def _limited(defaults: dict[str, Any], own: dict[str, Any], config: ServerConfig
             raise ConfigError(
                 f"{name}: {len(entries)} entries in a request, at most {MOST_ENTRIES}; leave some out"
             )
+    asked, least = own.get("max_tokens"), defaults.get("min_tokens") or 0
+    if isinstance(asked, int) and 1 <= asked < least:  # the client has not asked for so many
+        defaults = {**defaults, "min_tokens": asked}
     sampling = SamplingParams.of({**defaults, **own}, "body").model_copy()
     most = config.max_tokens
     if most is None:

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from ..errors import ConfigError
 from ..llm import LLM
+from ..sampling_params import SamplingParams
 from .app import make_app
 from .async_engine import AsyncEngine
 from .server_config import ServerConfig
@@ -80,7 +81,7 @@ def serve(
     listener: socket.socket,
 ) -> None:
     """Serves an LLM until SIGINT or SIGTERM; then requests have `drain_s` seconds to end. Raises what making
-    the LLM raises.
+    the LLM raises, and ConfigError for defaults of sampling that no request could have.
 
     sampling   of all requests, which may override single fields; None = the model's own defaults
     listener   as `listen` makes it
@@ -88,6 +89,7 @@ def serve(
     engine = AsyncEngine(make_llm, max_requests=config.max_requests)
     try:
         defaults = engine.llm.generation_defaults if sampling is None else sampling
+        SamplingParams.of(defaults, "generation_config.json" if sampling is None else "sampling")
         app = make_app(engine, config, defaults)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from hispec import LLM, ConfigError, RequestError, SamplingParams
+from hispec import prompts as prompts_module
 from hispec.engine import Engine
-from hispec.errors import BusyError, ClosedError, EngineDeadError
+from hispec.errors import BusyError, ClosedError, EngineDeadError, WorkerError
+from hispec.serving import async_engine as module
 from hispec.serving.async_engine import AsyncEngine
 from tests.helpers.sweeps import sweep
 
@@ -349,6 +351,27 @@ def test_an_engine_that_breaks_tells_all(tiny_path: Path, monkeypatch: pytest.Mo
     with_engine(tiny_path, test, max_requests=2)
 
 
+def test_an_engine_without_workers_is_dead_though_nobody_asks_it_for_anything(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for counts finds it out."""
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        def gone() -> Any:
+            raise WorkerError("a worker was ended by SIGKILL")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "stats", gone)
+            with pytest.raises(WorkerError):
+                await engine.stats()
+        await until(lambda: engine.is_dead)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await engine.generate("x", GREEDY)
+        await engine.stats()
+
+    with_engine(tiny_path, test)
+
+
 def test_what_a_broken_engine_tells_newcomers_does_not_grow(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +388,43 @@ def test_what_a_broken_engine_tells_newcomers_does_not_grow(
                 await engine.generate("x", GREEDY)
             depths.append(len(traceback.extract_tb(raised.value.__traceback__)))
         assert depths[1:] == [depths[1]] * 3
+
+    with_engine(tiny_path, test)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_that_is_much_too_long_delays_nobody(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    """It is read in another thread than that which steps; one that fits is served, however long its text."""
+    monkeypatch.setattr(module, "_LONG", 100)
+    threads: dict[int, set[str]] = {}
+    encode = prompts_module._encode
+
+    def noted(tokenizer: Any, text: str, **options: Any) -> list[int]:
+        threads.setdefault(len(text) // 300, set()).add(threading.current_thread().name)
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(prompts_module, "_encode", noted)
+
+    def prompt_of(length: int) -> Any:
+        if not chat:
+            return "x" * length
+        half = {"type": "text", "text": "x" * (length // 2)}
+        return [{"role": "user", "content": [half, half]}]
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        with pytest.raises(RequestError, match=r"^the prompt has [36]\d\d tokens, but max_model_len=128"):
+            await engine.generate(prompt_of(600), GREEDY, chat=chat)
+        with pytest.raises(RequestError, match=r"^the prompt has [36]\d\d tokens"):
+            async for _ in engine.stream(prompt_of(600), GREEDY, chat=chat):
+                pass
+        with pytest.raises(RequestError, match=r"^the prompt has 300 tokens"):
+            await engine.generate({"prompt_token_ids": [1] * 300}, GREEDY)
+        assert "hispec-engine" not in threads[2]
+        output = await engine.generate("y" * 101, GREEDY)
+        assert output.error is None and "hispec-engine" in threads[0]
+        assert engine.num_unfinished == 0
 
     with_engine(tiny_path, test)
 

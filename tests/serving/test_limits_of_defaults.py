@@ -31,6 +31,12 @@ def test_defaults_beyond_a_limit_are_cut_and_bodies_refused() -> None:
     assert limits(CHAT, {"max_tokens": None}, None) == (None, 0)
     assert limits(COMPLETIONS, {}, 50, max_tokens=None) == (16, 0)  # null is as if left out
     assert limits(COMPLETIONS, defaults, 50, max_tokens=40) == (40, 30)
+    assert limits(COMPLETIONS, defaults, None, max_tokens=10) == (10, 10)  # of min_tokens it knows nothing
+    assert limits(CHAT, defaults, 20, max_tokens=10) == (10, 10)
+    with pytest.raises(ConfigError, match="min_tokens=11 is above max_tokens=10"):
+        limits(COMPLETIONS, defaults, None, max_tokens=10, min_tokens=11)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        limits(COMPLETIONS, defaults, None, max_tokens=0)
     with pytest.raises(ConfigError, match="max_tokens: must be at most 50 on this server, got 51"):
         limits(COMPLETIONS, {}, 50, max_tokens=51)
     with pytest.raises(ConfigError, match="min_tokens: must be at most 50 on this server, got 51"):
