@@ -95,7 +95,9 @@ def find_before(job: Job) -> Manifest | None:
     if output.path == STANDARD or output.overwrite:
         return None
     if not (rows.exists() and rows.stat().st_size):
-        if rows != output.path and output.path.exists():
+        # An empty file with a manifest: a job that was to replace this output ended before its first row.
+        is_begun = rows.exists() and read_manifest(output.path) is not None
+        if rows != output.path and output.path.exists() and not is_begun:
             raise AnotherJobsOutput(
                 f"output.path: {output.path} exists, but {rows.name}, from which a job goes on, does not;"
                 " start anew with --new (output.overwrite=true), or choose another output.path"

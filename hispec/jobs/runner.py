@@ -122,7 +122,17 @@ def _tidy_up(job: Job, before: Manifest, work: Work, held: Any, upload: Upload |
         before.rows = work.num_rows
         before.write(path, num_done=work.num_done, num_errors=work.num_failed)
     if upload is not None:
+        _finish(upload, job, work.num_rows)
+
+
+def _finish(upload: Upload, job: Job, num_rows: int) -> None:
+    try:
         upload.finish()
+    except KeyboardInterrupt:
+        raise JobInterrupted(
+            f"all {num_rows} rows are done, in {rows_path(job)}; only {job.output.upload} is not made of them"
+            " yet, which the same command does"
+        ) from None
 
 
 def _rewrite(job: Job, work: Work, held: Any, upload: Upload | None) -> Any:
@@ -189,7 +199,7 @@ def _run(
                 " made of them yet, which the same command does"
             ) from None
     if upload is not None:
-        upload.finish()
+        _finish(upload, job, report.num_rows)
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)
     if job.output.compare_plain and digests:

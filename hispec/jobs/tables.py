@@ -8,9 +8,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,7 +18,7 @@ from .output import output_format, rows_path
 from .schema import Job
 from .writer import OutputError
 
-_BATCH = 1024  # rows that are in memory at once
+_BATCH, _BATCH_BYTES = 1024, 64 << 20  # rows that are in memory at once, and their bytes; but for one alone
 # What has no type of its own is JSON.
 COLUMNS = {
     "index": "int64",
@@ -55,10 +54,10 @@ def make_output(job: Job) -> None:
             with rows.open("rb") as source, _compressed(draft, path.suffix) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         os.replace(draft, place)
-    except OSError as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:  # pyarrow's are such
+        words = getattr(error, "strerror", None) or str(error)
         raise OutputError(
-            f"cannot make {path}: {error.strerror or error}; all rows are in {rows}; free some space, and"
-            f" {job.output.way_on}"
+            f"cannot make {path}: {words}; all rows are in {rows}; free some space, and {job.output.way_on}"
         ) from error
     finally:
         with suppress(OSError):
@@ -76,8 +75,23 @@ def _write_table(job: Job, rows: Path, draft: Path) -> None:
         arrow = import_arrow(f"output.path: writing {job.output.path}")
         schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
         with arrow.parquet.ParquetWriter(target, schema) as writer:
-            while columns := [_columns(json.loads(line)) for line in islice(source, _BATCH)]:
+            for lines in _batches(source):
+                columns = [_columns(json.loads(line)) for line in lines]
                 writer.write_batch(arrow.RecordBatch.from_pylist(columns, schema=schema))
+
+
+def _batches(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lines in order, so many at once that no column of theirs is larger than a table takes, 2 GB."""
+    batch: list[bytes] = []
+    num_bytes = 0
+    for line in lines:
+        if batch and (len(batch) == _BATCH or num_bytes + len(line) > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(line)
+        num_bytes += len(line)
+    if batch:
+        yield batch
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Beside the object of output.upload, say s3://bucket/out.jsonl, lie: parts of its rows while they come;
 out.jsonl.manifest.json, as on a disk; and out.jsonl.upload.json, which lists the parts and is replaced at
-once, so that what counts is always whole. At the end the object itself takes the place of the parts.
+once (but on HDFS), so that what counts is always whole. At the end the object itself takes the place of the
+parts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError, shown
 from ..utils.files import write_atomically
+from .inputs import pattern_of
 from .manifest import manifest_path
 from .output import rows_path
-from .schema import Job
-from .uris import open_store, reason_of
-from .writer import OutputError
+from .schema import InputConfig, Job
+from .uris import is_of_one_host, open_store, reason_of, takes
+from .writer import OutputError, hold
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 20  # bytes in memory at once, of what is not a part
@@ -64,7 +66,7 @@ class Upload:
     """
 
     def __init__(self, job: Job) -> None:
-        """Raises ConfigError if the place cannot be opened."""
+        """Raises ConfigError if the place cannot be opened, or is the input's."""
         assert job.output.upload is not None
         self._output, self._uri, self._rows = job.output, job.output.upload, rows_path(job)
         self._store, self._path = open_store("output.upload", self._uri)
@@ -72,18 +74,47 @@ class Upload:
         self._ledger, self._counts = Ledger(), Ledger()  # what there will be; what there is
         self._run, self._number = secrets.token_hex(4), 0  # no two runs give a part the same name
         self._failure: Exception | None = None  # that it makes no sense to try again after
+        self._check_input(job.input)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="hispec-upload", daemon=True)
+
+    def _check_input(self, config: InputConfig) -> None:
+        """Raises ConfigError if what is uploaded would be, or become, a file of the input."""
+        rows = self._name + self._rows.name.removeprefix(self._output.path.name)
+        names = [self._name, rows, self._manifest_name, self._ledger_name, f"{self._name}.part-0-000000"]
+        for source in config.paths:
+            if isinstance(source, str):
+                store, path = open_store("input.path", source)
+                is_there = (
+                    store.type_name == self._store.type_name
+                    and is_of_one_host(self._uri, source)
+                    and any(takes(source, path, self._at(name)) for name in names)
+                )
+            elif self._store.type_name == "local":
+                files = [Path(self._at(name)).resolve() for name in names]
+                is_there = source.resolve() in files or any(pattern_of(config, file) for file in files)
+            else:
+                continue
+            if is_there:
+                raise ConfigError(
+                    f"output.upload: what {self._uri} is made of would be of the input {source}, too; choose"
+                    " another place, such as one in another folder"
+                )
 
     def restore(self) -> None:
         """Takes over what is there, before the output on the disk is read. Raises ConfigError if the two are
         not of one job."""
         try:
-            there = self._read_ledger()
+            try:
+                there = self._read_ledger()
+            except ValidationError:
+                if not self._output.overwrite:
+                    raise
+                there = None  # nobody needs what it says
             if there is None:
                 if not self._output.overwrite and self._exists(self._name):
                     raise ConfigError(
-                        f"output.upload: {self._uri} exists, but {self._name}.upload.json, by which a job"
+                        f"output.upload: {self._uri} exists, but {self._ledger_name}, by which a job"
                         " knows its own output again, does not; start anew with --new"
                         " (output.overwrite=true), or choose another place"
                     )
@@ -95,7 +126,10 @@ class Upload:
                 self._ledger = there.model_copy(deep=True)
                 self._match()
         except (OSError, ValidationError) as error:
-            raise ConfigError(f"output.upload: cannot read {shown(self._uri)}: {reason_of(error)}") from None
+            way_out = "; start anew with --new (output.overwrite=true)" * isinstance(error, ValidationError)
+            raise ConfigError(
+                f"output.upload: cannot read {shown(self._uri)}: {reason_of(error)}{way_out}"
+            ) from None
 
     def restart(self) -> None:
         """The rows on the disk are about to be changed, or dropped, and will take the place of those that are
@@ -140,6 +174,10 @@ class Upload:
             return
         name = self._name + self._rows.name.removeprefix(path.name)
         try:
+            if any(part.name == name for part in self._counts.parts):
+                # Of a job that has got more rows: cut short, the new object would be neither.
+                self._ledger = Ledger()
+                self._advance()
             digest = self._put(name, self._rows)
             if self._rows != path:
                 self._put(self._name, path)
@@ -158,9 +196,7 @@ class Upload:
     def _match(self) -> None:
         """Makes sure that the rows on the disk begin with those that are there. Raises ConfigError if they
         are others, OSError."""
-        size = self._rows.stat().st_size if self._rows.exists() else 0
-        if size < self._ledger.size:  # another machine, or a disk that has lost what came last
-            self._download(size)
+        if self._size_here() < self._ledger.size and self._download():
             return
         if self._ledger.size:
             with self._rows.open("rb") as file:
@@ -173,11 +209,18 @@ class Upload:
             " it; delete that file to go on from there, or start anew with --new (output.overwrite=true)"
         )
 
-    def _download(self, size: int) -> None:
-        """Puts what is there in place of the rows on the disk, if it begins with their `size` bytes."""
-        self._rows.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._rows.with_name(f".{self._rows.name}.{self._run}")
+    def _size_here(self) -> int:
+        return self._rows.stat().st_size if self._rows.exists() else 0
+
+    def _download(self) -> bool:
+        """Puts what is there in place of the rows on the disk, of another machine, or of a disk that has lost
+        what came last, if it begins with them -> whether it did: another process may have, meanwhile. Raises
+        ConfigError if another is about it."""
+        draft = self._rows.with_name(f".{self._rows.name}.download")
+        held, is_done = hold(draft), False
         try:
+            if (size := self._size_here()) >= self._ledger.size:
+                return False
             with draft.open("wb") as target:
                 for part in self._ledger.parts:
                     with self._reading(part.name) as source:
@@ -191,9 +234,13 @@ class Upload:
             with self._reading(self._manifest_name) as source:
                 write_atomically(manifest_path(self._output.path), source.read(), sync=True)
             draft.replace(self._rows)
+            is_done = True
+            return True
         finally:
-            with suppress(OSError):
-                draft.unlink()
+            if not is_done:  # else another process may have a draft of its own by now
+                with suppress(OSError):
+                    draft.unlink()
+            held.close()
 
     def _keep_up(self) -> None:
         while self._failure is None and not self._stop.wait(self._output.upload_s):
@@ -225,7 +272,7 @@ class Upload:
         """Makes what was uploaded count, and deletes what no longer does. Raises OSError."""
         with suppress(FileNotFoundError):
             self._write(self._manifest_name, manifest_path(self._output.path).read_bytes())
-        self._write(f"{self._name}.upload.json", self._ledger.model_dump_json().encode())
+        self._write(self._ledger_name, self._ledger.model_dump_json().encode())
         before, self._counts = self._counts, self._ledger.model_copy(deep=True)
         with suppress(OSError):
             self._note.unlink(missing_ok=True)
@@ -234,11 +281,14 @@ class Upload:
                 self._store.delete_file(self._at(name))
 
     def _read_ledger(self) -> Ledger | None:
-        name = f"{self._name}.upload.json"
-        if not self._exists(name):
+        if not self._exists(self._ledger_name):
             return None
-        with self._reading(name) as file:
+        with self._reading(self._ledger_name) as file:
             return Ledger.model_validate_json(file.read())
+
+    @property
+    def _ledger_name(self) -> str:
+        return f"{self._name}.upload.json"
 
     @property
     def _manifest_name(self) -> str:
@@ -261,8 +311,12 @@ class Upload:
         return self._store.open_output_stream(self._at(name), compression=None)
 
     def _write(self, name: str, content: bytes) -> None:
-        with self._writing(name) as target:
+        """At once, where the store does not do so by itself and can."""
+        draft = f".{name}.{self._run}" if self._store.type_name == "local" else name
+        with self._writing(draft) as target:
             target.write(content)
+        if draft != name:
+            self._store.move(self._at(draft), self._at(name))
 
     def _put(self, name: str, file: Path) -> str:
         """Uploads a file -> its digest."""

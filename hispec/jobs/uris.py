@@ -75,6 +75,22 @@ def fetch(uri: str) -> tuple[Path, ...]:
         raise ConfigError(f"{field}: cannot read {shown(uri)}: {reason_of(error)}") from None
 
 
+def takes(uri: str, path: str, place: str) -> bool:
+    """Whether `fetch` of a URI, which is at `path` of its store, takes a file at `place` there."""
+    folder, _, name = path.rpartition("/")
+    if not name_in(uri):
+        folder, name = path.rstrip("/"), "*"
+    elif not glob.has_magic(path):
+        return path == place
+    own_folder, _, own_name = place.rpartition("/")
+    return own_folder == folder and fnmatch.fnmatchcase(own_name, name)
+
+
+def is_of_one_host(*uris: str) -> bool:
+    """Whether what URIs of one scheme name before their paths is the same: a bucket, or a machine."""
+    return len({uri.partition("://")[2].partition("/")[0].rpartition("@")[2] for uri in uris}) == 1
+
+
 def _list(store: Any, folder: str, pattern: str) -> list[str]:
     from pyarrow import fs
 

@@ -23,6 +23,7 @@ from hispec.jobs.load import load_job
 from hispec.jobs.manifest import manifest_path
 from hispec.jobs.runner import JobInterrupted
 from hispec.jobs.schema import Job
+from hispec.jobs.tables import _batches
 from hispec.jobs.writer import OutputError
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
@@ -287,6 +288,51 @@ def test_outputs_that_are_made_as_a_whole(tmp_path: Path, name: str, expected: l
     path.with_name(f"{name}.rows.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"exists, but .*rows.jsonl, from which a job goes on, does not"):
         run(job)
+
+
+def test_a_job_that_starts_anew_and_ends_before_its_first_row_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it says itself; what is there of the old output is not its own."""
+    job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.parquet")
+    run(job)
+    rows = job.output.path.with_name("out.parquet.rows.jsonl")
+    anew = job.model_copy(update={"output": job.output.model_copy(update={"overwrite": True})})
+    interrupt_at(1, monkeypatch)
+    with pytest.raises(JobInterrupted, match="0 of 4 rows are done"):
+        run(anew)
+    monkeypatch.setattr(FakeLLM, "on_step", None)
+    assert rows.stat().st_size == 0 and job.output.path.exists()
+    report = run(job)
+    assert report.resumed == 0 and pa.parquet.read_table(job.output.path).num_rows == 4
+
+
+def test_a_table_takes_only_so_many_bytes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of a batch holds 2 GB of text at most."""
+    monkeypatch.setattr("hispec.jobs.tables._BATCH_BYTES", 600)
+    job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.parquet")
+    run(job)
+    with pa.parquet.ParquetFile(job.output.path) as file:
+        sizes = [file.metadata.row_group(at).num_rows for at in range(file.metadata.num_row_groups)]
+    assert sum(sizes) == 4 and 1 < len(sizes) < 4
+    assert [row["index"] for row in pa.parquet.read_table(job.output.path).to_pylist()] == [0, 1, 2, 3]
+    lines = job.output.path.with_name("out.parquet.rows.jsonl").read_bytes().splitlines(keepends=True)
+    batches = list(_batches(lines))
+    assert all(len(batch) == 1 or sum(map(len, batch)) <= 600 for batch in batches)
+    assert [line for batch in batches for line in batch] == lines
+
+
+def test_what_pyarrow_refuses_is_no_traceback_and_loses_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise TypeError("Cannot convert pyarrow.lib.ChunkedArray to pyarrow.lib.Array")
+
+    job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.parquet")
+    monkeypatch.setattr("hispec.jobs.tables._columns", refuse)
+    with pytest.raises(OutputError, match=r"cannot make .*out.parquet: Cannot convert.*all rows are in"):
+        run(job)
+    assert not job.output.path.exists() and not list(tmp_path.glob(".*"))
 
 
 def test_an_output_that_is_made_as_a_whole_and_is_a_link_stays_one(tmp_path: Path) -> None:

@@ -482,3 +482,151 @@ def test_rows_that_were_to_be_replaced_are_not_if_another_machine_went_on(
     before = uploaded(tmp_path)
     run(job)  # its rows are the beginning of those there
     assert uploaded(tmp_path) == before == job.output.path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "is_refused"),
+    [
+        ("there/", True),
+        ("there/*", True),
+        ("there/*.jsonl", True),
+        ("there/*.json", True),  # what it is made of
+        ("there/*.part-*", True),
+        ("there/out.jsonl", True),
+        ("there/in*.jsonl", False),
+        ("there/input.jsonl", False),
+        ("other/*.jsonl", False),
+    ],
+)
+def test_an_output_that_would_be_of_the_input_is_refused(
+    tmp_path: Path, source: str, is_refused: bool
+) -> None:
+    """Before anything is read, or written: the next run would else take rows of the first for its input."""
+    for folder in ("there", "other"):
+        (tmp_path / folder).mkdir()
+        for ending in ("jsonl", "json", "part-1"):
+            (tmp_path / folder / f"input.{ending}").write_text('{"prompt": "a"}\n')
+    if source == "there/out.jsonl":
+        there(tmp_path).write_text('{"prompt": "precious"}\n')
+    before = sorted(tmp_path.rglob("*"))
+    for path in (f"file://{tmp_path}/{source}", str(tmp_path / source)):
+        if source.endswith("/") and not path.startswith("file:"):
+            continue
+        values = job_to(tmp_path, overwrite=True).model_dump(exclude_unset=True)
+        job = build(Job, values | {"input": {"path": path}})
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"output\.upload: what .* would be of the input .*folder"):
+                run(job)
+            assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "in.jsonl"])
+        else:
+            Upload(job)
+
+
+def test_a_finished_output_is_never_written_over_while_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an input that was extended: cut short, the new object would be neither the old rows nor the new."""
+    run(job_to(tmp_path, lines=prompts(10)))
+
+    def cut_short(self: Upload, name: str, file: Path) -> str:
+        with self._writing(name) as target:
+            target.write(file.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    job = job_to(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "_put", cut_short)
+        with pytest.raises(JobInterrupted, match=f"all {NUM_ROWS} rows are done.*the same command does"):
+            run(job)
+    assert uploaded(tmp_path) == job.output.path.read_bytes()
+    shutil.rmtree(tmp_path / "here")
+    assert run(job).resumed == NUM_ROWS
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.upload.json", "out.jsonl.manifest.json"])
+def test_what_says_what_counts_is_replaced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    job = job_to(tmp_path, lines=prompts(4))
+    run(job)
+    before, upload = there(tmp_path, name).read_bytes(), Upload(job)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(upload, "_store", Killed(upload._store, killed))
+    with pytest.raises(KeyboardInterrupt):
+        upload._write(name, b"{}")
+    assert there(tmp_path, name).read_bytes() == before
+
+
+class Killed:
+    """A store whose files are written, and not moved to their places."""
+
+    def __init__(self, store: Any, move: Any) -> None:
+        self._store, self.move = store, move
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_damaged_ledger_does_not_keep_a_job_from_starting_anew(tmp_path: Path) -> None:
+    run(job_to(tmp_path))
+    there(tmp_path, "out.jsonl.upload.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match="--new"):
+        run(job_to(tmp_path))
+    job = job_to(tmp_path, lines=prompts(4), overwrite=True)
+    run(job)
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+    assert len(rows_of(job)) == 4
+
+
+def test_of_two_that_fetch_the_same_rows_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would go on with a file of its own, one of which nobody sees."""
+    job = job_to(tmp_path)
+    interrupted(job, 40, monkeypatch)
+    shutil.rmtree(tmp_path / "here")
+    reading, refused = Upload._reading, []
+
+    def read(self: Upload, name: str) -> Any:
+        if not refused and ".part-" in name:
+            refused.append(name)
+            with pytest.raises(ConfigError, match="is being written by another process"):
+                Upload(job).restore()
+        return reading(self, name)
+
+    monkeypatch.setattr(Upload, "_reading", read)
+    assert run(job).resumed > 0 and refused
+    assert not list((tmp_path / "here").glob(".*download"))
+
+
+def test_rows_that_another_has_fetched_meanwhile_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_to(tmp_path)
+    interrupted(job, 40, monkeypatch)
+    rows, manifest = job.output.path.read_bytes(), manifest_path(job.output.path).read_bytes()
+    shutil.rmtree(tmp_path / "here")
+    upload, size_here = Upload(job), Upload._size_here
+
+    def size(self: Upload) -> int:
+        found = size_here(self)
+        if not job.output.path.exists():
+            job.output.path.parent.mkdir(exist_ok=True)
+            job.output.path.write_bytes(rows)
+            manifest_path(job.output.path).write_bytes(manifest)
+        return found
+
+    reading, fetched = Upload._reading, []
+
+    def read(self: Upload, name: str) -> Any:
+        fetched.extend([name] * (".part-" in name))
+        return reading(self, name)
+
+    monkeypatch.setattr(Upload, "_size_here", size)
+    monkeypatch.setattr(Upload, "_reading", read)
+    upload.restore()
+    assert fetched == [] and job.output.path.read_bytes() == rows
