@@ -75,8 +75,8 @@ class NgramDrafter(Drafter):
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.match_confidence
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes, guesses)
         self._keeps_outputs = config.datastore_tokens > 0
+        self._num_rows = max_num_seqs
         self._index_row_of: dict[int, int] = {}  # number of a request -> its row of the index
-        self._free = list(range(max_num_seqs - 1, -1, -1))
         self._numbers: list[int | None] = []  # of the request in each row of the batch
         self._is_ahead = False  # whether texts were extended by what the host has not read
         self._known: dict[int, int] = {}  # number of a request -> tokens of it when `follow` last came
@@ -89,12 +89,14 @@ class NgramDrafter(Drafter):
         return self._lookup.num_bytes + self._num_guess_bytes
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-        gone = self._index_row_of.keys() - {number for number, _ in rows}
-        self._free += [self._index_row_of.pop(number) for number in gone]
+        for number in self._index_row_of.keys() - {number for number, _ in rows}:
+            del self._index_row_of[number]
         index_rows = []
+        free: list[int] | None = None
         for number, token_ids in rows:
             if is_new := number not in self._index_row_of:
-                self._index_row_of[number] = self._free.pop()
+                free = self._free_rows() if free is None else free
+                self._index_row_of[number] = free.pop()
             index_row = self._index_row_of[number]
             # Ahead of what the host knew: a round may have been lost since.
             if is_new or self._is_ahead or not self._agrees(number, index_row, token_ids):
@@ -123,13 +125,21 @@ class NgramDrafter(Drafter):
         self._written = []
         self._numbers += [None] * (max(rows) + 1 - len(self._numbers))
         for row, (number, token_ids) in rows.items():
-            if (gone := self._numbers[row]) in self._index_row_of:
-                self._free.append(self._index_row_of.pop(gone))
+            if number in self._numbers:  # `follow` had it in another row, which is nobody's since
+                self._numbers[self._numbers.index(number)] = None
+            if (gone := self._numbers[row]) is not None:
+                self._index_row_of.pop(gone, None)
             if number not in self._index_row_of:
-                self._index_row_of[number] = self._free.pop()
+                self._index_row_of[number] = self._free_rows().pop()
             self._numbers[row], index_row = number, self._index_row_of[number]
             self._lookup.reset(index_row, token_ids)
             self._index_rows[row].fill_(index_row)
+
+    def _free_rows(self) -> list[int]:
+        """Rows of the index that no request has, the first last. Not kept: of a list of them an interrupt
+        could lose one."""
+        taken = set(self._index_row_of.values())
+        return [row for row in reversed(range(self._num_rows)) if row not in taken]
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         if self._keeps_outputs and output_token_ids:

@@ -127,7 +127,7 @@ class Engine:
             num_blocks,
             config.block_size,
             config.seed,
-            frozenset(eos_token_ids),
+            frozenset(token for token in eos_token_ids if 0 <= token < model.vocab_size),
         )
         self._names, self._numbers = itertools.count(), itertools.count()
         self.is_closed = self._is_draining = False

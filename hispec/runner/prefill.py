@@ -171,8 +171,9 @@ def prefill(
         except DrafterError as error:
             if error.lacks_memory and block_tables.shape[0] > 1:
                 raise
-            for chunk in chunks:
-                chunk.request.gaps.setdefault("model", chunk.start)
+            if "model" in runtime.all_extra_kv:  # else nobody lacks anything
+                for chunk in chunks:
+                    chunk.request.gaps.setdefault("model", chunk.start)
             if runtime.routes:
                 stats.drafter_failures += 1
                 _log.warning("a drafter failed at a prompt (%s)", error)

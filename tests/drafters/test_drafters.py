@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hispec.drafters.ngram import NgramDrafter
 from hispec.engine import Engine
 from hispec.errors import ConfigError, HiSpecError, build
 from tests.helpers.drafters import ALL, FixedDrafter, draft_decoder, drafter_engine, with_drafter
+from tests.helpers.interrupts import Interrupts
 from tests.helpers.support import make_engine, random_prompts, run
 from tests.helpers.tiny import EOS_ID, TINY_VOCAB, tiny_checkpoint
 
@@ -235,6 +237,59 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
     drafter.follow([(1, [5, 6, 5, 6, 9]), (2, [7])])
     assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [5, 1]
     assert drafter.num_bytes > 0
+
+
+def test_rows_that_are_taken_over_while_rounds_run_ahead_have_texts_of_their_own() -> None:
+    """B moves to the row that A has left, and D comes into that which `follow` had for B: the host has noted
+    neither since."""
+    config = NgramConfig(max_size=2, min_size=1, match_confidence=None)
+    drafter = NgramDrafter(config, CoupledJudge(), 3, 32, torch.device("cpu"))
+    a, b, c, d = (0, [1, 2]), (1, [3, 4, 5]), (2, [6]), (3, [7, 8, 9, 7])
+    for joins in ([{0: b}, {1: d}], [{0: b, 1: d}], [{1: d, 0: b}]):
+        drafter.follow([a, b, c])
+        for rows in joins:
+            drafter.join(rows)
+        index_rows = drafter._index_rows.tolist()
+        assert sorted(index_rows) == [0, 1, 2], "two share one text"
+        assert [drafter._lookup.length(row) for row in index_rows] == [3, 4, 1]
+        drafter.follow([b, d, c])
+        assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [3, 4, 1]
+
+
+def test_an_interrupt_of_a_drafter_costs_no_row_of_its_index() -> None:
+    config = NgramConfig(max_size=2, min_size=1, match_confidence=None)
+    drafter = NgramDrafter(config, CoupledJudge(), 3, 32, torch.device("cpu"))
+    interrupts, count = Interrupts("hispec/drafters/ngram.py"), -1
+    for number in range(0, 1000, 3):
+        count, rows = len(interrupts.lines), [(number + at, [at, 1, 2]) for at in range(3)]
+        with suppress(KeyboardInterrupt), interrupts.armed():
+            drafter.follow(rows[:2])
+            drafter.join({0: rows[2], 1: rows[0]})
+        drafter.follow(rows)
+        assert sorted(drafter._index_rows.tolist()) == [0, 1, 2]
+        if len(interrupts.lines) == count:
+            break
+    assert count > 20
+
+
+def test_a_drafter_without_kv_that_fails_at_prompts_costs_no_prefix(
+    tiny_decoder: Decoder, expected: list[list[int]]
+) -> None:
+    """Nobody lacks what it would have computed."""
+    engine = drafter_engine(tiny_decoder, ALL["ngram"])
+    failed = []
+
+    def fail(*_: Any) -> None:
+        failed.append(1)
+        raise RuntimeError("never")
+
+    assert engine._runtime.drafter is not None
+    engine._runtime.drafter.prefill = fail  # type: ignore[method-assign]
+    assert run(engine, PROMPTS) == expected and failed
+    engine.reset_stats()
+    assert run(engine, PROMPTS) == expected
+    whole_blocks = sum((len(prompt) - 1) // 8 * 8 for prompt in PROMPTS)
+    assert engine.stats()["cached_tokens"] == whole_blocks
 
 
 # ---- settings ----

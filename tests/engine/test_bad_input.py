@@ -125,6 +125,29 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Dec
     assert len(run(engine, [[1] * 20], SamplingParams(temperature=0.0, max_tokens=13))[0]) == 13
 
 
+def test_an_end_that_the_vocabulary_does_not_have_ends_nothing(tiny_decoder: Decoder) -> None:
+    """Models have one in their config; to forbid it, for min_tokens, would take all others down."""
+    engine = make_engine(tiny_decoder, eos=(1 << 20, -1, 3))
+    params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=2)
+    assert engine.admission.eos_token_ids == {3}
+    assert len(run(engine, [[1, 2], [5]], params)[0]) >= 2
+
+
+def test_without_max_tokens_an_output_takes_the_kv_blocks_that_there_are(tiny_decoder: Decoder) -> None:
+    """A model's context may be longer than all KV; only a prompt that fills it is refused."""
+    engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), num_kv_blocks=4, block_size=8)
+    unlimited = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    prompts = [[1] * length for length in (20, 32, 5)]
+    found = {engine.add_request(prompt, unlimited): len(prompt) for prompt in prompts}
+    ends = {delta.request_id: delta.stop_reason for delta in engine.drain() if delta.finish_reason}
+    assert ends == dict.fromkeys(found, "max_model_len")
+    assert [len(tokens) for tokens in run(engine, prompts, unlimited)] == [13, 1, 28]
+    with pytest.raises(RequestError, match=r"33 tokens take 5 KV blocks of 8.*raise num_kv_blocks"):
+        engine.add_request([1] * 33, unlimited)
+    plain = make_engine(tiny_decoder, num_kv_blocks=4, block_size=8)
+    assert run(engine, prompts, unlimited) == run(plain, prompts, unlimited)
+
+
 @pytest.mark.parametrize("max_tokens", [9, 8, 7, None])
 def test_an_output_that_fills_the_context_says_so(tiny_decoder: Decoder, max_tokens: int | None) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), max_model_len=20)
