@@ -38,8 +38,9 @@ def _train(options: argparse.Namespace) -> int:
             only_export=options.only_export,
             progress=not options.no_progress,
         )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"What is done is in {config.output.path}; {config.output.way_on}") from None
+    except KeyboardInterrupt as interrupt:
+        words = f"What is done is in {config.output.path}; {config.output.way_on}"
+        raise KeyboardInterrupt(str(interrupt) or words) from None
     if report is not None:
         for name, value in report.outcome.metrics.items():
             print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value:,}")

@@ -19,6 +19,10 @@ from .model import LatencyModel, Linear, rising, stage_names
 _FORMAT = "hispec latency profile"
 _NOTHING_BESIDE = 0.02  # share of a round of plain decoding
 _AGAIN = "measure again: hispec profile JOB.yaml --latency"
+_OF_WORKERS = (
+    " (of several workers each has its share of the cores: leave speculative.goodput.latency out, and the"
+    " first of them measures, or measure within such a share, as with taskset)"
+)
 
 Count = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
@@ -132,6 +136,13 @@ class LatencyProfile(Settings):
             (point.tokens // point.rows for point in self.points if point.stage == "verify/0"), default=0
         )
 
+    @property
+    def longest(self) -> int:
+        """Positions that a row had before a pass at most: costs of longer contexts are a guess."""
+        return max(
+            (point.context_tokens // point.rows for point in self.points if point.stage == "plain"), default=0
+        )
+
     @model_validator(mode="after")
     def _is_whole(self) -> LatencyProfile:
         if self.fingerprint != self.subject.fingerprint:
@@ -227,13 +238,20 @@ def check(profile: LatencyProfile, expected: Subject, max_num_seqs: int, path: P
             refuse(f"is stale: {where}it does not say {', '.join(unknown)}, as an older hispec's does not")
         for name in sorted(mine.keys() | its.keys()):
             if mine.get(name) != its.get(name):
-                refuse(f"is of {what}: {where}{name} is {its.get(name)!r} there and {mine.get(name)!r} here")
+                hint = _OF_WORKERS if its is found.machine and name in ("cores", "threads") else ""
+                both = f"{its.get(name)!r} there and {mine.get(name)!r} here"
+                refuse(f"is of {what}: {where}{name} is {both}{hint}")
 
     same(expected.model, found.model, "another model", "")
     if missing := sorted(set(expected.layers) - set(found.layers)):
         refuse(f"has exits at layers {list(found.layers)}, but not at {missing}")
     for layer, facts in expected.exits.items():
         same(facts, found.exits.get(layer, {}), "other exits", f"at layer {layer} ")
+    untrained = {str(layer) for layer in expected.layers} - expected.exits.keys()
+    if trained := sorted(untrained & found.exits.keys(), key=int):
+        refuse(
+            f"is of other exits: at layer {trained[0]} of a trained one there, of the model's own head here"
+        )
     if expected.draft_model is not None:
         same(expected.draft_model, found.draft_model or {}, "another draft model", "its ")
     same(expected.machine, found.machine, "another machine", "")

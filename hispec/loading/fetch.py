@@ -29,6 +29,8 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ee_models.checkpoint.ee_package import EEPackage
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.errors import CheckpointError
 
 from ..version import __version__
 from .cache_folders import publish, remove_stale, temp_prefix
@@ -74,7 +76,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
         raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {known_names()}")
     final = model_dir(model)
     try:
-        if not force and is_complete(final, model):
+        if not force and is_complete(final, model) and not _is_damaged(final):
             _say(f"{name}: already there, reusing {final}", progress)
             # A killed `force` run leaves its temporary folder; a busy or read-only cache keeps it for now.
             with suppress(Timeout, OSError), _lock(final, progress=False, timeout_s=0):
@@ -83,7 +85,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
         final.parent.mkdir(parents=True, exist_ok=True)
         with _lock(final, progress):
             remove_stale(final)
-            if not force and is_complete(final, model):
+            if not force and is_complete(final, model) and not _is_damaged(final):
                 _say(f"{name}: fetched meanwhile by another process, reusing {final}", progress)
             else:
                 if (free := shutil.disk_usage(final.parent).free) < NEEDED_BYTES:
@@ -100,6 +102,15 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
             " again"
         ) from error
     return final
+
+
+def _is_damaged(final: Path) -> bool:
+    """Whether a model that was fetched cannot be opened any more: a disk may lose what it was given last."""
+    try:
+        open_checkpoint(final)
+    except CheckpointError:
+        return True
+    return False
 
 
 def wheel_of(name: str) -> str | None:

@@ -125,7 +125,7 @@ def model_dir(model: KnownModel) -> Path:
 
 
 def is_complete(final: Path, model: KnownModel) -> bool:
-    """Whether `final` holds this very model. Its record is written last, so all else is there too."""
+    """Whether `final` holds this very model. Its record is written last, so all else was there too."""
     try:
         record = json.loads((final / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

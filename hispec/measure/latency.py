@@ -64,12 +64,12 @@ class Grid:
     def of(max_num_seqs: int, max_window: int, max_positions: int, *, is_cuda: bool, is_static: bool) -> Grid:
         """Sizes whose passes take a CPU at most a third of a second and leave a GPU room for their logits,
         within a few GB of KV."""
-        most_kv, longest = (2**15, 4096) if is_cuda else (2**13, 512)
+        most_kv = 2**15 if is_cuda else 2**13
         most_tokens = Grid.most_tokens_of(is_cuda=is_cuda)
         all_rows = sorted(row_buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
         widest = Grid.widest(max_window, max_positions, is_cuda=is_cuda)
         positions = _powers(2, widest) if is_static else _ladder(widest)
-        longest = min(longest, max_positions - positions[-1])
+        longest = Grid.longest(positions[-1], max_positions, is_cuda=is_cuda)
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
         rows, wide_rows = _among(all_rows, 2), _among(all_rows, 4)
@@ -83,6 +83,11 @@ class Grid:
     def widest(max_window: int, max_positions: int, *, is_cuda: bool) -> int:
         """Positions of a row in the widest pass."""
         return min(max_window, Grid.most_tokens_of(is_cuda=is_cuda), max_positions - _LEAST_CONTEXT)
+
+    @staticmethod
+    def longest(widest: int, max_positions: int, *, is_cuda: bool) -> int:
+        """Context tokens of a row at most, with room for the widest pass after them."""
+        return min(4096 if is_cuda else 512, max_positions - widest)
 
     def context(self, rows: int, is_long: bool) -> int:
         """Context tokens of each of so many rows: the shortest, or the longest that memory allows."""
@@ -220,13 +225,19 @@ def latency_for(
         except ConfigError as error:
             _log.info("%s", error)
         else:
-            room = _room(decoder, draft_model)
-            wanted = Grid.widest(max_window, room, is_cuda=decoder.device.type == "cuda")
-            if profile.max_num_seqs >= max_num_seqs and profile.widest >= wanted:
+            room, is_cuda = _room(decoder, draft_model), decoder.device.type == "cuda"
+            wanted = Grid.widest(max_window, room, is_cuda=is_cuda)
+            longest = Grid.longest(profile.widest, room, is_cuda=is_cuda)
+            if (
+                profile.max_num_seqs >= max_num_seqs
+                and profile.widest >= wanted
+                and profile.longest >= longest
+            ):
                 return profile
             _log.info(
-                "%s is of %d rows and rounds of %d positions a row, not of %d and %d",
-                *(kept, profile.max_num_seqs, profile.widest, max_num_seqs, wanted),
+                "%s is of %d rows, rounds of %d positions a row and %d before them, not of %d, %d and %d",
+                *(kept, profile.max_num_seqs, profile.widest, profile.longest),
+                *(max_num_seqs, wanted, longest),
             )
             # What it covers is measured again: the job that it was made for finds it there the next time.
             max_num_seqs = max(max_num_seqs, profile.max_num_seqs)

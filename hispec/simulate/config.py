@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -394,6 +395,16 @@ class SimulationConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
 
+    def _check_choice(self, system: str, names: Sequence[str]) -> None:
+        """Raises ValueError if a controller could not tell two of these routes apart."""
+        by_route: dict[Route, str] = {}
+        for name in names:
+            if (other := by_route.setdefault(self.routes[name].route, name)) != name:
+                raise ValueError(
+                    f"systems.{system}.control would choose between routes {shown(other)} and {shown(name)},"
+                    " which have the same tiers and sizes; name one of them in its `routes`"
+                )
+
     @model_validator(mode="after")
     def _names_are_known(self) -> SimulationConfig:
         known = ", ".join(self.routes) or "none"
@@ -416,6 +427,8 @@ class SimulationConfig(Settings):
             if route not in self.routes:
                 raise ValueError(f"{where} names a route {shown(route)}; there are: {known}")
         for name, system in self.systems.items():
+            if system.control.kind == "goodput":
+                self._check_choice(name, system.control.routes or list(self.routes))
             if system.control.kind == "fixed" and system.control.route is not None:
                 planned = self.routes[system.control.route]
                 _check_plan(name, system.control, planned)

@@ -377,6 +377,7 @@ def _check_ngrams(config: TrainConfig, checkpoint: Checkpoint) -> None:
 def _count_ngrams(run: Run) -> Outcome:
     config, settings, started = run.config, run.config.ngrams or NgramsConfig(), time.monotonic()
     training, held_out = run.split
+    check_examples(training, held_out, run.checkpoint.config.vocab_size)
     guesses = count_ngrams(training, settings.max_size, settings.least_count)
     if not guesses:
         raise ConfigError(

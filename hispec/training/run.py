@@ -68,7 +68,13 @@ def run_training(
     folder, work = config.output.path, config.output.work or config.output.path / "work"
     _prepare(config, work)
     check_model_of_answers(work, checkpoint)
-    examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
+    try:
+        examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
+    except KeyboardInterrupt:
+        if not config.output.overwrite:
+            raise
+        # What is to be replaced is there still, and would be gone on with.
+        raise KeyboardInterrupt(f"What is done is in {work}; the same command goes on from there") from None
     if config.output.overwrite and not only_data and not only_export:
         _forget(folder)  # not before its data is there: a path that is wrong costs no training
     num_tokens = sum(len(example.token_ids) for example in examples)

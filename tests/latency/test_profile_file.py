@@ -88,12 +88,12 @@ def test_a_profile_is_measured_once_and_kept(
 
 
 def test_what_one_job_needs_does_not_throw_out_what_another_has_measured(
-    tiny_decoder: Decoder, measured: LatencyProfile, cache: Path, num_measured: list[Any]
+    tiny_decoder: Decoder, exits: list[AdapterExit], cache: Path, num_measured: list[Any]
 ) -> None:
     """Many rows of short rounds, then one row of long ones: both are measured the second time."""
     many, wide = {"max_num_seqs": 4, "max_window": 1}, {"max_num_seqs": 1, "max_window": 40}
     for sizes in (many, wide):
-        latency_for(tiny_decoder, [2, 5, 7], **SIZES | {"draft_model": None} | sizes, progress=False)
+        latency_for(tiny_decoder, [2, 5, 7], exits, **sizes, draft_model=tiny_decoder, progress=False)
     last = num_measured[-1]
     assert len(num_measured) == 2 and (last["max_num_seqs"], last["max_window"]) == (4, 40)
 
@@ -132,9 +132,43 @@ def test_a_profile_that_is_named_must_fit(
     assert latency_for(tiny_decoder, [2, 5], exits, **SIZES, path=tmp_path / "mine.json") == measured
     with pytest.raises(ConfigError, match=r"has exits at layers \[2, 5, 7\], but not at \[3\]"):
         latency_for(tiny_decoder, [2, 3, 5], exits, **SIZES, path=tmp_path / "mine.json")
+    with pytest.raises(ConfigError, match="at layer 2 of a trained one there, of the model's own head here"):
+        latency_for(tiny_decoder, [2, 5], [], **SIZES, path=tmp_path / "mine.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         latency_for(tiny_decoder, [2, 5], exits, **SIZES, path=tmp_path / "other.json")
     assert not num_measured
+
+
+@pytest.mark.parametrize("name", ["cores", "threads"])
+def test_a_profile_of_all_cores_is_not_that_of_a_worker_and_says_so(
+    tiny_decoder: Decoder, measured: LatencyProfile, tmp_path: Path, name: str
+) -> None:
+    """Measured again, as of another model, it would be the same."""
+    subject = measured.subject.model_copy(update={"machine": measured.subject.machine | {name: 99}})
+    save(measured.model_copy(update={"subject": subject, "fingerprint": subject.fingerprint}), tmp_path / "f")
+    with pytest.raises(ConfigError, match=f"another machine: {name} is 99 there.*of several workers"):
+        latency_for(tiny_decoder, [7], [], **SIZES, path=tmp_path / "f")
+
+
+def test_a_profile_of_short_contexts_is_not_that_of_long_ones(
+    tiny_decoder: Decoder,
+    exits: list[AdapterExit],
+    measured: LatencyProfile,
+    cache: Path,
+    num_measured: list[Any],
+) -> None:
+    """What it says of them would be a guess."""
+    sizes: dict[str, Any] = SIZES | {"draft_model": tiny_decoder, "progress": False}
+    for _ in range(2):
+        latency_for(tiny_decoder, [2, 5, 7], exits, **sizes)
+    assert len(num_measured) == 1
+    kept = kept_path(measured.subject)
+    values, longest = json.loads(kept.read_text()), load(kept).longest
+    for point in values["points"]:
+        point["context_tokens"] = min(point["context_tokens"], point["rows"] * (longest - 1))
+    kept.write_text(json.dumps(values))
+    latency_for(tiny_decoder, [2, 5, 7], exits, **sizes)
+    assert len(num_measured) == 2 and longest > 40
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(

