@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +51,7 @@ FEW = ["input.limit=2", "sampling.max_tokens=8", "output.path=out.jsonl"]
 TINY = ["--limit=2", "--max-tokens=8", "--repeats=1"]
 SMALL_RUNS: dict[str, list[str] | None] = {
     "hispec run configs/quickstart.yaml": ["--set", *FEW, "engine.trace=trace.jsonl"],
+    "hispec run configs/quickstart.yaml --preset FILE.yaml": ["--set", *FEW[:2], "output.path=preset.jsonl"],
     "hispec run configs/quickstart.yaml --ray": ["local", "--set", *FEW],
     "hispec serve smollm2": ["--port", "0"],
     'hispec generate --model smollm2 "Why is the sky blue?"': ["--max-tokens", "8"],
@@ -61,6 +63,7 @@ SMALL_RUNS: dict[str, list[str] | None] = {
     ],
     "hispec report trace.jsonl out.jsonl --html report.html": [],
     "hispec profile configs/quickstart.yaml": [*TINY, "--top=1"],
+    "hispec profile configs/quickstart.yaml --numbers": TINY,
     "hispec train configs/train_smollm2.yaml": None,
     "hispec simulate configs/simulate_smartspec.yaml": ["--no-progress", "--set", "requests.num=200"],
     "hispec env": [],
@@ -236,6 +239,7 @@ def test_readmes_commands_run(tmp_path: Path) -> None:
     """With the model that `make test-slow` has fetched; in README's order: one reads what another wrote."""
     commands = readme_commands()
     assert commands == list(SMALL_RUNS)
+    shutil.copy(ROOT / "configs" / "smollm2.yaml", tmp_path / "FILE.yaml")
     for command in commands:
         if (small := SMALL_RUNS[command]) is None:
             continue
