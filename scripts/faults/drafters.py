@@ -198,4 +198,18 @@ FAULTS = (
         "",
         COUNTED,
     ),
+    Fault(
+        "prompt lookup: a request that moves ahead of the host leaves its row to another",
+        "hispec/drafters/ngram.py",
+        "self._numbers[self._numbers.index(number)] = None",
+        "pass",
+        ("tests/drafters/test_drafters.py",),
+    ),
+    Fault(
+        "a drafter without KV that fails at a prompt costs its requests their prefix",
+        "hispec/runner/prefill.py",
+        'if "model" in runtime.all_extra_kv:',
+        "if True:",
+        ("tests/drafters/test_drafters.py",),
+    ),
 )

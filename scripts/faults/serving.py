@@ -1,4 +1,4 @@
-"""Faults of the engine's step, scheduling and blocks of KV."""
+"""Faults of the engine's step, scheduling and blocks of KV, and of what clients are told."""
 
 from __future__ import annotations
 
@@ -304,5 +304,54 @@ FAULTS = (
         "self._recorder.control.rounds_left, scheduler.rounds_until_review",
         "self._recorder.control.rounds_left, 1 << 62",
         RUNS,
+    ),
+    Fault(
+        "a request without max_tokens asks for more KV than there is",
+        "hispec/engine/admission.py",
+        "if params.max_tokens is None:",
+        "if False:",
+        ("tests/engine/test_bad_input.py",),
+    ),
+    Fault(
+        "an incomplete character after bytes that made one ends its request",
+        "hispec/detokenizer.py",
+        "            piece = self._begin_again()",
+        "            raise",
+        ("tests/test_detokenizer.py",),
+    ),
+    Fault(
+        "a stream that begins again leaves out what was held back",
+        "hispec/detokenizer.py",
+        "return self._backend.decode(self._pending, skip_special_tokens=True)",
+        "return self._backend.decode(self._pending[-1:], skip_special_tokens=True)",
+        ("tests/test_detokenizer.py",),
+    ),
+    Fault(
+        "an output of an interrupted generate keeps the LLM busy",
+        "hispec/llm.py",
+        "self._finished.pop(request_id, None)",
+        "pass",
+        ("tests/test_llm.py",),
+    ),
+    Fault(
+        "special tokens move what follows them in the text",
+        "hispec/openai/responses.py",
+        'b"" if entry.token_id in token_bytes.special else content',
+        "content",
+        ("tests/serving/test_logprobs.py",),
+    ),
+    Fault(
+        "a prompt that is much too long is read by the thread that steps",
+        "hispec/serving/async_engine.py",
+        "if _size_of(prompt, chat) >= _LONG:",
+        "if False:",
+        ("tests/serving/test_async_engine.py",),
+    ),
+    Fault(
+        "what a client leaves empty in a message reaches the template",
+        "hispec/prompts.py",
+        "    message = _given(message)\n",
+        "",
+        ("tests/test_llm.py",),
     ),
 )
