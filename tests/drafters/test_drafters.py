@@ -240,20 +240,20 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
 
 
 def test_rows_that_are_taken_over_while_rounds_run_ahead_have_texts_of_their_own() -> None:
-    """B moves to the row that A has left, and D comes into that which `follow` had for B: the host has noted
-    neither since."""
+    """B moves to A's row, D comes into that which `follow` had for B, and E into C's: the host has
+    noted none of them since."""
     config = NgramConfig(max_size=2, min_size=1, match_confidence=None)
     drafter = NgramDrafter(config, CoupledJudge(), 3, 32, torch.device("cpu"))
-    a, b, c, d = (0, [1, 2]), (1, [3, 4, 5]), (2, [6]), (3, [7, 8, 9, 7])
+    a, b, c, d, e = (0, [1, 2]), (1, [3, 4, 5]), (2, [6]), (3, [7, 8, 9, 7]), (4, [2] * 5)
     for joins in ([{0: b}, {1: d}], [{0: b, 1: d}], [{1: d, 0: b}]):
         drafter.follow([a, b, c])
-        for rows in joins:
+        for rows in (*joins, {2: e}):
             drafter.join(rows)
         index_rows = drafter._index_rows.tolist()
         assert sorted(index_rows) == [0, 1, 2], "two share one text"
-        assert [drafter._lookup.length(row) for row in index_rows] == [3, 4, 1]
-        drafter.follow([b, d, c])
-        assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [3, 4, 1]
+        assert [drafter._lookup.length(row) for row in index_rows] == [3, 4, 5]
+        drafter.follow([b, d, e])
+        assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [3, 4, 5]
 
 
 def test_an_interrupt_of_a_drafter_costs_no_row_of_its_index() -> None:
