@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         report = run_job(job, progress=not options.no_progress, on_loaded=keep_loaded)
     except KeyboardInterrupt as interrupt:
-        words = "What is done is kept; give the same command again"
+        words = f"What is done is kept; {job.output.way_on}"
         raise KeyboardInterrupt(str(interrupt) or words) from None
     print_job(report, sys.stderr if job.output.path == STANDARD else None)
     return ALL_FAILED if report.all_failed else OK

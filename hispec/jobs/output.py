@@ -95,13 +95,16 @@ def find_before(job: Job) -> Manifest | None:
     if output.path == STANDARD or output.overwrite:
         return None
     if not (rows.exists() and rows.stat().st_size):
-        # An empty file with a manifest: a job that was to replace this output ended before its first row.
-        is_begun = rows.exists() and read_manifest(output.path) is not None
-        if rows != output.path and output.path.exists() and not is_begun:
+        begun = read_manifest(output.path) if rows.exists() else None
+        if rows == output.path or not output.path.exists():
+            return None
+        # An empty file with such a manifest: a job that was to replace the output ended before its first row.
+        if begun is None or begun.done or not output.resume:
             raise AnotherJobsOutput(
                 f"output.path: {output.path} exists, but {rows.name}, from which a job goes on, does not;"
                 " start anew with --new (output.overwrite=true), or choose another output.path"
             )
+        check_same(output.path, begun.settings, settings_that_matter(job))
         return None
     if not output.resume:
         raise ConfigError(

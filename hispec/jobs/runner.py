@@ -131,7 +131,7 @@ def _finish(upload: Upload, job: Job, num_rows: int) -> None:
     except KeyboardInterrupt:
         raise JobInterrupted(
             f"all {num_rows} rows are done, in {rows_path(job)}; only {job.output.upload} is not made of them"
-            " yet, which the same command does"
+            f" yet; {job.output.way_on}"
         ) from None
 
 
@@ -196,7 +196,7 @@ def _run(
         except KeyboardInterrupt:
             raise JobInterrupted(
                 f"all {report.num_rows} rows are done, in {rows_path(job)}; only {job.output.path} is not"
-                " made of them yet, which the same command does"
+                f" made of them yet; {job.output.way_on}"
             ) from None
     if upload is not None:
         _finish(upload, job, report.num_rows)

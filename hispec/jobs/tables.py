@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..errors import HiSpecError
 from .inputs import import_arrow
 from .output import output_format, rows_path
 from .schema import Job
@@ -54,10 +55,13 @@ def make_output(job: Job) -> None:
             with rows.open("rb") as source, _compressed(draft, path.suffix) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         os.replace(draft, place)
-    except (OSError, ValueError, TypeError, OverflowError) as error:  # pyarrow's are such
+    except HiSpecError:
+        raise
+    except Exception as error:  # what pyarrow raises has no class in common
         words = getattr(error, "strerror", None) or str(error)
+        space = "free some space, and " * isinstance(error, OSError)
         raise OutputError(
-            f"cannot make {path}: {words}; all rows are in {rows}; free some space, and {job.output.way_on}"
+            f"cannot make {path}: {words}; all rows are in {rows}; {space}{job.output.way_on}"
         ) from error
     finally:
         with suppress(OSError):

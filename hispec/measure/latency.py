@@ -239,7 +239,8 @@ def latency_for(
                 *(kept, profile.max_num_seqs, profile.widest, profile.longest),
                 *(max_num_seqs, wanted, longest),
             )
-            # What it covers is measured again: the job that it was made for finds it there the next time.
+            # Its rows and rounds are measured again: the job that it was made for finds them there the next
+            # time, unless it has room for longer contexts than this one.
             max_num_seqs = max(max_num_seqs, profile.max_num_seqs)
             max_window = max(max_window, profile.widest)
     if progress:

@@ -146,7 +146,7 @@ COMMENTS = {
     "sampling.frequency_penalty": "above 0.0: tokens of the output become less likely, per occurrence",
     "sampling.logit_bias": "token id: what is added to its logit",
     "sampling.seed": "null = derived from engine.seed and the row's number",
-    "sampling.max_tokens": "output tokens, at most; null = as many as max_model_len leaves",
+    "sampling.max_tokens": "output tokens, at most; null = as many as max_model_len and the KV blocks leave",
     "sampling.min_tokens": "no end of the output before this many tokens",
     "sampling.stop": "strings that end the output (left out of it)",
     "sampling.stop_token_ids": "tokens that end the output, besides the model's own",

@@ -194,7 +194,8 @@ class Request:
 
     @property
     def is_full(self) -> bool:
-        """Whether it ended where max_model_len is reached, with fewer tokens than were asked for."""
+        """Whether it ended where max_model_len or the last KV block is reached, with fewer tokens than were
+        asked for."""
         return self.finish_reason == "length" and self.max_tokens != self.params.max_tokens
 
     def metrics(self) -> RequestMetrics:

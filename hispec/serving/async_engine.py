@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from ..errors import (
     EngineDeadError,
     HiSpecError,
     RequestError,
-    WorkerError,
     closed,
 )
 from ..llm import LLM
@@ -97,7 +96,9 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # of what follows, which both sides use
         self._end: HiSpecError | None = None  # what newcomers get
-        self._failure: WorkerError | None = None  # that was met outside of a step
+        self._failure: Exception | None = None  # that was met outside of a step
+        # One prompt after the other: they are few, and the event loop's own threads are for answers.
+        self._reader = ThreadPoolExecutor(1, "hispec-reader")
         self._num_unfinished = 0
         self._is_stopping = self._is_over = False
         made: Future[LLM] = Future()
@@ -138,7 +139,7 @@ class AsyncEngine:
         """As `stream`, of `n` outputs: (which of them, Delta)."""
         if most_outputs is not None and (n := self._params(sampling).n) > most_outputs:
             raise RequestError(f"n={n}: a stream has one output; take stream_each()")
-        await self._check_length(prompt, chat)
+        await self._check_length(prompt, sampling, chat, wait)
         request = self._submit(prompt, sampling, chat, wait, is_stream=True)
         try:
             while not isinstance(item := await request.get(), RequestOutput):
@@ -150,7 +151,7 @@ class AsyncEngine:
         self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True
     ) -> RequestOutput:
         """One request with all its outputs; otherwise as `stream`."""
-        await self._check_length(prompt, chat)
+        await self._check_length(prompt, sampling, chat, wait)
         request = self._submit(prompt, sampling, chat, wait, is_stream=False)
         try:
             output = await request.get()
@@ -196,6 +197,7 @@ class AsyncEngine:
         with self._lock:
             self._end = self._end or closed("AsyncEngine.stream")
         self._is_stopping = True
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._post(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -213,31 +215,39 @@ class AsyncEngine:
     def _params(self, sampling: Sampling) -> SamplingParams:
         return SamplingParams.of(sampling, "sampling")
 
-    async def _check_length(self, prompt: Any, chat: bool) -> None:
+    async def _check_length(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool) -> None:
         """Raises RequestError for a prompt that is much too long: the thread that steps would read it for
         seconds, in which nobody gets a token."""
         if _size_of(prompt, chat) >= _LONG:
-            token_ids = await asyncio.to_thread(self._llm.encode, prompt, chat)
+            with self._lock:
+                self._check_room(self._params(sampling).n, wait)
+            loop = asyncio.get_running_loop()
+            token_ids = await loop.run_in_executor(self._reader, self._llm.encode, prompt, chat)
             if problem := self._llm.engine.admission.too_long(len(token_ids)):
                 raise RequestError(problem)
 
     def _submit(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool, is_stream: bool) -> _Request:
-        n, most = self._params(sampling).n, self._most
+        n = self._params(sampling).n
         with self._lock:
-            if self._end is not None:
-                raise self._ending(self._end)
-            if most is not None and n > most:
-                raise RequestError(f"n={n}: at most {most} outputs may be unfinished (max_requests); lower n")
-            if not wait and most is not None and self._num_unfinished + n > most:
-                raise BusyError(
-                    f"{self._num_unfinished} outputs are unfinished, at most {most} may be, and this request"
-                    f" has {n}"
-                )
+            self._check_room(n, wait)
             self._num_unfinished += n
         loop, name = asyncio.get_running_loop(), str(next(self._numbers))
         request = _Request(prompt, sampling, chat, is_stream, loop, name, n)
         self._post(partial(self._take, request))
         return request
+
+    def _check_room(self, n: int, wait: bool) -> None:
+        """Raises what a request of n outputs gets that cannot be taken now, or ever."""
+        most = self._most
+        if self._end is not None:
+            raise self._ending(self._end)
+        if most is not None and n > most:
+            raise RequestError(f"n={n}: at most {most} outputs may be unfinished (max_requests); lower n")
+        if not wait and most is not None and self._num_unfinished + n > most:
+            raise BusyError(
+                f"{self._num_unfinished} outputs are unfinished, at most {most} may be, and this request has"
+                f" {n}"
+            )
 
     @staticmethod
     def _ending(end: HiSpecError) -> HiSpecError:
@@ -404,8 +414,9 @@ class AsyncEngine:
     def _stats(self) -> dict[str, Any]:
         try:
             stats = self._llm.stats()
-        except WorkerError as error:  # none is left, and none will come
-            self._failure = error
+        except Exception:
+            # Of workers none is left, and none will come.
+            self._failure = getattr(self._llm.engine, "failure", None)
             raise
         num_here = sum(request.num_outputs for request in self._waiting.values())
         return stats | {"waiting": stats["waiting"] + num_here}

@@ -81,7 +81,8 @@ def serve(
     listener: socket.socket,
 ) -> None:
     """Serves an LLM until SIGINT or SIGTERM; then requests have `drain_s` seconds to end. Raises what making
-    the LLM raises, and ConfigError for defaults of sampling that no request could have.
+    the LLM raises, and ConfigError for wrong defaults of sampling: of the model's
+    own, others in a preset go before.
 
     sampling   of all requests, which may override single fields; None = the model's own defaults
     listener   as `listen` makes it
@@ -89,7 +90,8 @@ def serve(
     engine = AsyncEngine(make_llm, max_requests=config.max_requests)
     try:
         defaults = engine.llm.generation_defaults if sampling is None else sampling
-        SamplingParams.of(defaults, "generation_config.json" if sampling is None else "sampling")
+        where = "the model's generation_config.json" if sampling is None else "sampling"
+        SamplingParams.of({"max_tokens": None} | defaults, where)
         app = make_app(engine, config, defaults)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host

@@ -17,7 +17,7 @@ class ServerConfig(Settings):
     api_key         that clients must send as a bearer token; None = none
     max_requests    unfinished outputs, `n` of each prompt; requests that bring more get status 429
     max_tokens      new tokens of a request at most, whatever it names or leaves out; None = what the context
-                    leaves
+                    and the KV blocks leave
     max_body_bytes  of a request
     timeout_s       seconds that a request may take in all, its place in the queue included
     drain_s         seconds that unfinished requests have when the server is told to end

@@ -355,7 +355,8 @@ class Dispatcher:
         if isinstance(error, NotYetError):
             if former is None:
                 _log.warning("worker %d is replaced as soon as it can be: %s", place, error)
-            self._vacant[place] = Vacancy(0.5 * _VACANT_S, time.monotonic() + _SOON_S)
+            wait_s = 0.5 * _VACANT_S if former is None else former.wait_s
+            self._vacant[place] = Vacancy(wait_s, time.monotonic() + _SOON_S)
             return
         wait_s = _VACANT_S if former is None else min(2.0 * former.wait_s, _VACANT_AT_MOST_S)
         self._vacant[place] = Vacancy(wait_s, time.monotonic() + wait_s)

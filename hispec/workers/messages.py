@@ -20,7 +20,7 @@ from .shares import Share
 class Setup:
     """What all workers are made of: as the arguments of LLM.
 
-    opened    an `Opened` of the model, pickled; None = the process opens it
+    opened    an `Opened` of the model, pickled, for a process that forks; None = the process opens it
     sharers   workers that share the memory for KV
     forks     the process loads the model and forks workers; else it is one
     is_far    it may be on another machine than the LLM, whose monotonic clock it does not have

@@ -95,8 +95,9 @@ class WorkerPool:
             sharers=(len(shares) if cluster is None else cluster.sharers) if on_cpu else 1,
             forks=on_cpu and cluster is None and sys.platform == "linux",
             is_far=cluster is not None,
-            opened=None if cluster is not None else _pickled(Opened(checkpoint, self.tokenizer)),
         )
+        if setup.forks:  # others are not waited for, and so large a message would be
+            setup = replace(setup, opened=_pickled(Opened(checkpoint, self.tokenizer)))
         check_setup(setup)
         if config.trace is not None:
             drop_traces_of_workers(Path(config.trace))
@@ -127,6 +128,11 @@ class WorkerPool:
         weakref.finalize(self, self._dispatcher.close)
         self._reads_stats_s = -math.inf  # the clock's time from which workers are asked for them again
         self._last_stats, self._last_memory = self.stats(), self.memory()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing will come any more; None while workers serve, or others may take their places."""
+        return self._dispatcher.failure
 
     @property
     def num_workers(self) -> int:

@@ -123,7 +123,7 @@ def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(
     assert main(["fetch", "smollm2"]) == 130
     error = capsys.readouterr().err
     assert error.count("Interrupted") == 4
-    assert "Interrupted. What is done is kept; give the same command again" in error
+    assert "Interrupted. What is done is kept; the same command goes on from there" in error
     assert "Interrupted. Nothing of it is kept; the same command starts again" in error
 
 

@@ -303,8 +303,14 @@ def test_a_job_that_starts_anew_and_ends_before_its_first_row_goes_on(
         run(anew)
     monkeypatch.setattr(FakeLLM, "on_step", None)
     assert rows.stat().st_size == 0 and job.output.path.exists()
+    for other in ({"model": "another"}, {"output": job.output.model_copy(update={"resume": False})}):
+        with pytest.raises(ConfigError):  # what is there is not for it to replace
+            run(job.model_copy(update=other))
     report = run(job)
     assert report.resumed == 0 and pa.parquet.read_table(job.output.path).num_rows == 4
+    rows.write_bytes(b"")  # a disk that has lost them
+    with pytest.raises(ConfigError, match="from which a job goes on, does not"):
+        run(job)
 
 
 def test_a_table_takes_only_so_many_bytes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,11 +332,13 @@ def test_what_pyarrow_refuses_is_no_traceback_and_loses_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise TypeError("Cannot convert pyarrow.lib.ChunkedArray to pyarrow.lib.Array")
+        raise pa.lib.ArrowCapacityError("Cannot convert: a column has more than 2 GB")
 
     job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.parquet")
     monkeypatch.setattr("hispec.jobs.tables._columns", refuse)
-    with pytest.raises(OutputError, match=r"cannot make .*out.parquet: Cannot convert.*all rows are in"):
+    with pytest.raises(
+        OutputError, match=r"cannot make .*out.parquet: Cannot convert.*all rows are in .*l; the same"
+    ):
         run(job)
     assert not job.output.path.exists() and not list(tmp_path.glob(".*"))
 

@@ -536,7 +536,10 @@ def test_a_finished_output_is_never_written_over_while_it_counts(
     job = job_to(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Upload, "_put", cut_short)
-        with pytest.raises(JobInterrupted, match=f"all {NUM_ROWS} rows are done.*the same command does"):
+        with pytest.raises(
+            JobInterrupted,
+            match=f"all {NUM_ROWS} rows are done.*not made of them yet; the same command goes on",
+        ):
             run(job)
     assert uploaded(tmp_path) == job.output.path.read_bytes()
     shutil.rmtree(tmp_path / "here")

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from ee_models.errors import CheckpointError
 from hispec import LLM, ConfigError, RequestError, SamplingParams
 from hispec import prompts as prompts_module
 from hispec.engine import Engine
-from hispec.errors import BusyError, ClosedError, EngineDeadError, WorkerError
+from hispec.errors import BusyError, ClosedError, EngineDeadError
 from hispec.serving import async_engine as module
 from hispec.serving.async_engine import AsyncEngine
 from tests.helpers.sweeps import sweep
@@ -357,13 +358,19 @@ def test_an_engine_without_workers_is_dead_though_nobody_asks_it_for_anything(
     """Who asks for counts finds it out."""
 
     async def test(engine: AsyncEngine, llm: LLM) -> None:
+        failure = CheckpointError("no worker is left, the last was ended by SIGKILL")
+
         def gone() -> Any:
-            raise WorkerError("a worker was ended by SIGKILL")
+            raise failure
 
         with monkeypatch.context() as patch:
             patch.setattr(llm, "stats", gone)
-            with pytest.raises(WorkerError):
-                await engine.stats()
+            for error in (None, failure):
+                patch.setattr(llm.engine, "failure", error, raising=False)
+                assert not engine.is_dead, "counts could not be had, no more"
+                with pytest.raises(CheckpointError):
+                    await engine.stats()
+                await asyncio.wrap_future(engine._call(lambda: None))
         await until(lambda: engine.is_dead)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await engine.generate("x", GREEDY)
@@ -425,8 +432,15 @@ def test_a_prompt_that_is_much_too_long_delays_nobody(
         output = await engine.generate("y" * 101, GREEDY)
         assert output.error is None and "hispec-engine" in threads[0]
         assert engine.num_unfinished == 0
+        running = asyncio.create_task(engine.generate("x", LONG))
+        await until(lambda: engine.num_unfinished == 1)
+        reads = sum(len(names) for names in threads.values())
+        with pytest.raises(BusyError):  # and not read before
+            await engine.generate(prompt_of(900), GREEDY, chat=chat, wait=False)
+        assert 3 not in threads and sum(len(names) for names in threads.values()) <= reads + 1
+        await running
 
-    with_engine(tiny_path, test)
+    with_engine(tiny_path, test, max_requests=1)
 
 
 class Unspeakable:
