@@ -258,6 +258,11 @@ class LLM:
         self.engine.set_speculative(speculative)
 
     @property
+    def failure(self) -> Exception | None:
+        """Why nothing will come any more: of several workers none is left, and none can be started."""
+        return self.engine.failure if isinstance(self.engine, WorkerPool) else None
+
+    @property
     def row_invariant(self) -> bool:
         """Whether a token's logits have the same bits whatever else is in its pass; else equal up to
         rounding."""

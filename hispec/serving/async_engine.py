@@ -96,7 +96,6 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # of what follows, which both sides use
         self._end: HiSpecError | None = None  # what newcomers get
-        self._failure: Exception | None = None  # that was met outside of a step
         # One prompt after the other: they are few, and the event loop's own threads are for answers.
         self._reader = ThreadPoolExecutor(1, "hispec-reader")
         self._num_unfinished = 0
@@ -296,8 +295,9 @@ class AsyncEngine:
         try:
             while not self._is_stopping:
                 self._read_inbox()
-                if self._failure is not None:
-                    raise self._failure
+                # With something to do a step raises it, once it has given what there is.
+                if not self._running and (failure := self._llm.failure) is not None:
+                    raise failure
                 self._admit()
                 self._hand_over()  # refusals: with workers a step waits until others have gained something
                 if self._running:
@@ -412,12 +412,7 @@ class AsyncEngine:
             future.set_result(None)
 
     def _stats(self) -> dict[str, Any]:
-        try:
-            stats = self._llm.stats()
-        except Exception:
-            # Of workers none is left, and none will come.
-            self._failure = getattr(self._llm.engine, "failure", None)
-            raise
+        stats = self._llm.stats()
         num_here = sum(request.num_outputs for request in self._waiting.values())
         return stats | {"waiting": stats["waiting"] + num_here}
 

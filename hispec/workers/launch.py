@@ -160,8 +160,8 @@ class LocalLauncher:
 
     def _load_again(self, waits: bool) -> Process:
         """A nursery in place of one that has ended. It takes as long as the model does to load, or for ever
-        where its folder hangs: in a thread, so that workers which are there go on. Raises NotYetError while
-        it does, unless it is waited for."""
+        where its folder hangs: in a thread, so that workers which are there go on, and one that the end of
+        the program does not wait for. Raises NotYetError while it does, unless it is waited for."""
         if self._loading is None:
             self._loading = Future()
             Thread(target=self._load_into, args=(self._loading,), daemon=True).start()

@@ -377,10 +377,10 @@ class WorkerPool:
 
 
 def _pickled(opened: Opened) -> bytes | None:
-    """None of what cannot be: a file that is mapped, for one."""
+    """None of a tokenizer whose class cannot be sent; then the process opens the model itself."""
     try:
         return pickle.dumps(opened)
-    except Exception:  # a tokenizer's class raises what it likes
+    except (pickle.PicklingError, TypeError, AttributeError):
         return None
 
 

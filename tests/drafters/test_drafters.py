@@ -273,7 +273,7 @@ def test_an_interrupt_of_a_drafter_costs_no_row_of_its_index() -> None:
 
 
 def test_a_drafter_without_kv_that_fails_at_prompts_costs_no_prefix(
-    tiny_decoder: Decoder, expected: list[list[int]]
+    tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody lacks what it would have computed."""
     engine = drafter_engine(tiny_decoder, ALL["ngram"])
@@ -283,8 +283,7 @@ def test_a_drafter_without_kv_that_fails_at_prompts_costs_no_prefix(
         failed.append(1)
         raise RuntimeError("never")
 
-    assert engine._runtime.drafter is not None
-    engine._runtime.drafter.prefill = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(engine._runtime.drafter, "prefill", fail)
     assert run(engine, PROMPTS) == expected and failed
     engine.reset_stats()
     assert run(engine, PROMPTS) == expected

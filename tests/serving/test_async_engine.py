@@ -358,20 +358,19 @@ def test_an_engine_without_workers_is_dead_though_nobody_asks_it_for_anything(
     """Who asks for counts finds it out."""
 
     async def test(engine: AsyncEngine, llm: LLM) -> None:
-        failure = CheckpointError("no worker is left, the last was ended by SIGKILL")
+        error = CheckpointError("no worker is left, the last was ended by SIGKILL")
 
         def gone() -> Any:
-            raise failure
+            raise error
 
         with monkeypatch.context() as patch:
             patch.setattr(llm, "stats", gone)
-            for error in (None, failure):
-                patch.setattr(llm.engine, "failure", error, raising=False)
+            for failure in (None, error):
+                patch.setattr(LLM, "failure", failure)
                 assert not engine.is_dead, "counts could not be had, no more"
                 with pytest.raises(CheckpointError):
                     await engine.stats()
-                await asyncio.wrap_future(engine._call(lambda: None))
-        await until(lambda: engine.is_dead)
+            await until(lambda: engine.is_dead)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await engine.generate("x", GREEDY)
         await engine.stats()

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,11 @@ def test_workers_go_on_while_a_killed_nursery_loads_again(
     assert generate(two) == wanted and launcher._loading is None
 
 
-def test_a_nursery_is_loaded_again_beside_the_workers_that_are_there() -> None:
+def test_a_nursery_is_loaded_again_beside_the_workers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, may_load, loaded = object.__new__(LocalLauncher), threading.Event(), []
-    launcher._loading, outcome = None, Process(None, 7)  # type: ignore[arg-type]
+    launcher._loading = None
+    ours, _ = Pipe()
+    outcome = Process(ours, None)
 
     def load() -> Process:
         loaded.append(may_load.wait(60.0))
@@ -180,7 +183,7 @@ def test_a_nursery_is_loaded_again_beside_the_workers_that_are_there() -> None:
             raise CheckpointError("the model is gone")
         return outcome
 
-    launcher._load = load  # type: ignore[method-assign]
+    monkeypatch.setattr(launcher, "_load", load)
     for _ in range(3):
         with pytest.raises(NotYetError, match="started again"):
             launcher._load_again(waits=False)
