@@ -95,9 +95,9 @@ def find_before(job: Job) -> Manifest | None:
     if output.path == STANDARD or output.overwrite:
         return None
     if not (rows.exists() and rows.stat().st_size):
-        begun = read_manifest(output.path) if rows.exists() else None
         if rows == output.path or not output.path.exists():
             return None
+        begun = read_manifest(output.path) if rows.exists() else None
         # An empty file with such a manifest: a job that was to replace the output ended before its first row.
         if begun is None or begun.done or not output.resume:
             raise AnotherJobsOutput(
