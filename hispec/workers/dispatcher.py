@@ -190,7 +190,7 @@ class Dispatcher:
             while not self._is_closing:
                 with suppress(Empty):
                     for _ in range(max(1, self._inbox.qsize())):
-                        what, arguments = self._inbox.get(timeout=interval_of(self._timeout_s))
+                        what, arguments = self._inbox.get(timeout=self._at_most_s())
                         what(*arguments)
                 self._end_silent()
                 if self.failure is None:
@@ -201,6 +201,12 @@ class Dispatcher:
             self._fail(error)
         finally:
             self._end()
+
+    def _at_most_s(self) -> float:
+        """How long to wait for news: until a sign of life is due, or a vacant place is to be filled."""
+        taken, now = {worker.place for worker in self._workers}, time.monotonic()
+        due = [vacancy.until - now for place, vacancy in self._vacant.items() if place not in taken]
+        return max(0.0, min((interval_of(self._timeout_s), *due)))
 
     def _end_silent(self) -> None:
         """Ends workers that hang. Time in which this thread did not look counts little: then nobody could

@@ -28,6 +28,13 @@ FAULTS = (
         ("tests/workers/test_deaths.py",),
     ),
     Fault(
+        "workers: a place without a worker waits for a sign of life of another",
+        "hispec/workers/dispatcher.py",
+        "min((interval_of(self._timeout_s), *due))",
+        "interval_of(self._timeout_s)",
+        ("tests/workers/test_deaths.py",),
+    ),
+    Fault(
         "jobs: rows with ids are known by their content",
         "hispec/jobs/row_index.py",
         "if identity.id is None:\n        return",
