@@ -26,7 +26,9 @@ VENV_PYTHON := $(VENV)/bin/python
 CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
-# Not compiled: of torch alone that takes three quarters of the time, and Python compiles what it imports once.
+# Not compiled: of torch alone that takes three quarters of the time, and Python compiles what it imports once, whatever
+# the environment says: else each process that a test or a command starts would do it again, in seconds.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(VENV_PYTHON) -m pip install --disable-pip-version-check --no-input --no-compile --quiet -c constraints.txt
 INPUTS := setup.py pyproject.toml constraints.txt hispec/version.py
 
