@@ -229,7 +229,7 @@ BLOCKS: dict[str, Callable[[list[LayerWeights]], list[LayerWeights]]] = {
         ["llama", "biased_llama", "smollm2", "qwen2", "qwen3"],
         [1, 3],
     ),
-    lambda case: case[2] == 3 and (case[0] is NUMBERS[0] or case[1] in ("biased_llama", "qwen3")),
+    lambda case: case[2] == 3 and (case[0] is NUMBERS[0] or case[1] == "qwen3"),
     ids=str,
 )
 def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(

@@ -113,10 +113,12 @@ print(count_bytes(4, 64)[0])
 """
 
 
+@pytest.mark.slow
 def test_it_may_be_loaded_again(tmp_path: Path) -> None:
     assert run(RELOADED, ROOT, NUMBA_CACHE_DIR=str(tmp_path))[0] == "2\n"
 
 
+@pytest.mark.slow
 def test_other_locators_that_somebody_chose_are_warned_of(tmp_path: Path) -> None:
     chosen = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
     printed, said = run(COUNTS, ROOT, **chosen)

@@ -3,6 +3,7 @@ the sampler, interrupts."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run, run_through_interrupts
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-@pytest.mark.parametrize("after", [False, True])
+@sweep("after, at", itertools.product([False, True], range(1, 9)), 3)
 def test_a_copy_of_block_tables_that_was_interrupted_is_made_again(
     tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, at: int, after: bool
 ) -> None:

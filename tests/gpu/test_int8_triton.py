@@ -3,6 +3,8 @@ GPU."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ triton = pytest.importorskip("triton")
 from ee_models.kernels import triton_int8, triton_linear  # noqa: E402
 from ee_models.kernels.triton_int8 import Int8Linear, quantize  # noqa: E402
 from ee_models.quantized import quantized_linear  # noqa: E402
+from tests.helpers.sweeps import sweep  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3}
@@ -28,9 +31,7 @@ def twin(layer: Int8Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     return found if bias is None else found + bias.double()
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@sweep("shape, dtype, with_bias", itertools.product(SHAPES, TOLERANCE, [False, True]), 3)
 def test_the_product_equals_its_twin_for_few_rows_and_for_many(
     shape: tuple[int, int], with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

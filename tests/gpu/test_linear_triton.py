@@ -3,6 +3,7 @@ interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ triton = pytest.importorskip("triton")
 from ee_models.kernels import triton_linear  # noqa: E402
 from ee_models.kernels.triton_linear import InvariantLinear  # noqa: E402
 from tests.gpu.test_kernels_triton import poisoned  # noqa: E402, F401 - a fixture
+from tests.helpers.sweeps import sweep  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (out, in): smaller than a block, neither a multiple of one, a single part, several parts of which the last
@@ -37,9 +39,7 @@ def layer_of(
     return InvariantLinear(weight, bias), weight, bias
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@sweep("shape, dtype, with_bias", itertools.product(SHAPES, TOLERANCE, [False, True]), 5)
 def test_a_linear_equals_the_product_it_stands_for(
     shape: tuple[int, int], with_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -71,14 +71,15 @@ def differing(layer: InvariantLinear, x: Tensor) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
+@sweep(
+    "shape, dtype",
     [
         ((7, 13), torch.float32),
         ((70, 1100), torch.float32),
         ((40, 1601), torch.bfloat16),
         ((70, 1100), torch.float16),
     ],
+    2,
 )
 def test_a_row_has_the_same_bits_among_any_number_of_others(
     shape: tuple[int, int], dtype: torch.dtype

@@ -52,7 +52,7 @@ def test_guesses_are_those_of_the_rule(num_scripts: int) -> None:
     check()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@sweep("seed", range(2), 2)
 def test_long_texts_are_searched_to_both_ends(seed: int) -> None:
     """The store, then a text of several chunks, with matches at any distance."""
     generator = random.Random(seed)

@@ -3,6 +3,7 @@ say; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from hispec.sampling.noise_triton import Draws, argmax_with_noise  # noqa: E402
 from hispec.sampling.sampler import RowSampling, Sampler  # noqa: E402
 from hispec.sampling_params import SamplingParams  # noqa: E402
 from tests.gpu.test_kernels_triton import poisoned  # noqa: E402, F401 - a fixture
+from tests.helpers.sweeps import sweep  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABS = [7, 260, 1000, 5000]
@@ -95,8 +97,7 @@ def test_keys_are_those_of_torch_to_the_bit() -> None:
     assert torch.equal(out, noise.keys(seeds, positions, noise.Stream.CHOICE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", VOCABS)
+@sweep("vocab, dtype", itertools.product(VOCABS, [torch.float32, torch.bfloat16, torch.float16]), 2)
 def test_the_choice_is_the_argmax_of_tempered_logits_and_noise(vocab: int, dtype: torch.dtype) -> None:
     num, key = 16, many_keys(16, seed=vocab)
     logits, temperature = (

@@ -18,6 +18,7 @@ from hispec.measure.stage_bench import Rig
 from hispec.stats import rate
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
 from tests.helpers.support import random_prompts
+from tests.helpers.sweeps import sweep
 
 CPU = torch.device("cpu")
 CHECKED = SpeculativeConfig(
@@ -26,9 +27,10 @@ CHECKED = SpeculativeConfig(
 TWO_TIER = SpeculativeConfig(draft=DraftConfig(layer=2), num_draft_tokens=3)
 
 
-@pytest.mark.parametrize(
-    ("plan", "agreement"),
+@sweep(
+    "plan, agreement",
     [(CHECKED, Agreement(0.52, 0.79)), (CHECKED, Agreement(0.397, 0.581)), (TWO_TIER, Agreement(0.0, 0.6))],
+    2,
 )
 def test_forced_tiers_agree_at_the_given_rates(
     tiny_decoder: Decoder, plan: SpeculativeConfig, agreement: Agreement

@@ -31,6 +31,7 @@ from tests.helpers.adapter_engines import CASES, MIXES, PROMPTS, RIGHT, Make, as
 from tests.helpers.adapters import HistoryExit, adapter_engine, loaded
 from tests.helpers.scripted import ScriptedDecoder, one_hot_script, true_next
 from tests.helpers.support import GREEDY, random_prompts, run
+from tests.helpers.sweeps import sweep
 from tests.laws.test_rejection import FIRST, LAYERS, VOCAB, Paths, paths  # noqa: F401 - `paths` is a fixture
 
 # ---- law 1 ----
@@ -309,16 +310,19 @@ def scripted(
     return adapter_engine(ScriptedDecoder(script), plan, exits, **config), exits
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize(
-    ("plan", "layers"),
-    [
-        (Plan(2, None, 3, 1), (2,)),
-        (Plan(2, 5, 2, 2), (2, 5)),
-        (Plan(2, 5, 3, 3), (5,)),
-        (Plan(3, 6, 1, 2), (3,)),
-        (Plan(4, 7, 2, 1), (4, 7)),
-    ],
+HISTORIES = [
+    (Plan(2, None, 3, 1), (2,)),
+    (Plan(2, 5, 2, 2), (2, 5)),
+    (Plan(2, 5, 3, 3), (5,)),
+    (Plan(3, 6, 1, 2), (3,)),
+    (Plan(4, 7, 2, 1), (4, 7)),
+]
+
+
+@sweep(
+    "plan, layers, agreement",
+    [(*history, agreement) for agreement in (0.0, 0.5, 0.9, 1.0) for history in HISTORIES],
+    2,
     ids=str,
 )
 def test_an_adapter_always_finds_its_whole_history(

@@ -20,6 +20,7 @@ from hispec.sampling_params import SamplingParams
 from tests.helpers.adapters import loaded
 from tests.helpers.drafters import ALL, KINDS, draft_decoder, drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
@@ -72,7 +73,7 @@ def test_a_draft_model_of_more_tokens(
     assert run(drafter_engine(tiny_decoder, ALL["model"], larger), PROMPTS) == expected
 
 
-@kinds
+@sweep("name", ALL, 2)
 def test_sampled_output_is_plain_sampled_decodings(
     tiny_decoder: Decoder, draft_model: Decoder, plain_sampled: list[list[int]], name: str
 ) -> None:
@@ -81,7 +82,7 @@ def test_sampled_output_is_plain_sampled_decodings(
     assert run(engine, PROMPTS[5:6], SAMPLED[5:6]) == plain_sampled[5:6], "alone or in a batch"
 
 
-@kinds
+@sweep("name", ALL, list(ALL)[1::2].__contains__)
 def test_forced_preemption_and_prefix_reuse_change_nothing(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
 ) -> None:
@@ -92,8 +93,11 @@ def test_forced_preemption_and_prefix_reuse_change_nothing(
     assert engine.stats()["cached_tokens"] > 0
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 64])
-@pytest.mark.parametrize("name", ["ngram checks", "hybrid", "model checks", "tree checks", "model tree"])
+@sweep(
+    "name, block_size",
+    itertools.product(["ngram checks", "hybrid", "model checks", "tree checks", "model tree"], [1, 5, 64]),
+    2,
+)
 def test_every_block_size_and_batch(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str, block_size: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -52,8 +53,10 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"max_num_seqs": 2, "block_size": 4}, {"num_kv_blocks": 16}], ids=str)
-@pytest.mark.parametrize("name", COMPILED)
+SIZES: list[dict[str, int]] = [{}, {"max_num_seqs": 2, "block_size": 4}, {"num_kv_blocks": 16}]
+
+
+@sweep("name, sizes", itertools.product(COMPILED, SIZES), 2, ids=str)
 def test_every_plan_does_in_one_call_what_it_does_round_by_round(
     tiny_decoder: Decoder, name: str, sizes: dict[str, int]
 ) -> None:
@@ -124,8 +127,12 @@ def test_a_row_alone_has_the_counts_the_tiers_and_the_kv_of_single_rounds(
         assert torch.equal(found[0][-1], found[1][-1]) and bool(found[0][-1].any())
 
 
-@pytest.mark.parametrize(("name", "plan"), CASES, ids=str)
-@pytest.mark.parametrize("num_threads", [1, 3])
+@sweep(
+    "name, plan, num_threads",
+    [(*case, num_threads) for case in CASES for num_threads in (1, 3)],
+    lambda case: CASES.index(case[:2]) % 2 == (case[2] == 3),
+    ids=str,
+)
 def test_trained_exits_do_so_too(engine_of: Make, name: str, plan: Plan, num_threads: int) -> None:
     """Those with blocks of their own, and with a vocabulary of their own."""
     with threads(num_threads):

@@ -187,7 +187,9 @@ def one_round(
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
 
-@sweep("plan", OF_LOOKED_UP, lambda plan: plan.num_checks == 2 or plan.check_layer is None, ids=str)
+@sweep(
+    "plan", OF_LOOKED_UP, [Plan(0, None, 2, 1), Plan(0, 2, 1, 2), Plan(1, None, 2, 1)].__contains__, ids=str
+)
 def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Paths, plan: Plan) -> None:
     """Drafts without probabilities, alone (D = 0) and where an exit drafts when there are none."""
     for looked_up in LOOKED_UP.values():

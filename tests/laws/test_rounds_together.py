@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from hispec.runner.round_runner import _MOST_TOGETHER
 from hispec.sampling_params import SamplingParams
 from tests.helpers.runs import LONG, NUMBERS, PROMPTS, but, lengths_of_steps, one_by_one, spied, together
 from tests.helpers.support import GREEDY, make_engine, random_prompts, run, threads
+from tests.helpers.sweeps import sweep
 
 COUNTS = ("rounds", "tokens", "committed", "verify_undrafted", "accept_length_histogram", "layer_passes")
 
@@ -39,8 +41,10 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("sizes", [{}, {"max_num_seqs": 2, "block_size": 4}, {"num_kv_blocks": 14}], ids=str)
+SIZES: list[dict[str, int]] = [{}, {"max_num_seqs": 2, "block_size": 4}, {"num_kv_blocks": 14}]
+
+
+@sweep("rows, sizes", itertools.product(ROWS, SIZES), 2, ids=str)
 def test_outputs_and_counts_are_those_of_single_rounds(
     decoder: Decoder, rows: str, sizes: dict[str, int]
 ) -> None:

@@ -3,6 +3,7 @@ captured graphs."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_every_drafter_gives_plain_decodings_output(
     assert engine.stats()["drafted"] > 0 and engine.stats()["drafter_failures"] == 0
 
 
-@kinds
+@sweep("name", ALL, list(ALL)[1::2].__contains__)
 def test_sampled_output_is_plain_sampled_decodings(
     tiny_decoder: Decoder, draft_model: Decoder, plain_sampled: list[list[int]], name: str
 ) -> None:
@@ -109,8 +110,7 @@ def test_preemption_prefix_reuse_and_few_rows_change_nothing(
     assert run(few, PROMPTS) == expected
 
 
-@pytest.mark.parametrize("name", ["ngram", "hybrid checks", "tree checks"])
-@pytest.mark.parametrize("abort_after", range(1, 9))
+@sweep("name, abort_after", itertools.product(["ngram", "hybrid checks", "tree checks"], range(1, 9)), 3)
 def test_aborts_leave_the_others_alone(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str, abort_after: int
 ) -> None:

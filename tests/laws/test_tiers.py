@@ -24,6 +24,7 @@ from tests.helpers.drafters import ALL, FixedDrafter, draft_decoder, drafter_eng
 from tests.helpers.restless import flat_latency, make_restless
 from tests.helpers.scripted import ScriptedDecoder, one_hot_script, true_next
 from tests.helpers.support import make_engine, random_prompts
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 7, 9, 33), vocab=250)
@@ -141,7 +142,7 @@ def check_sums(engine: Engine, tiers: Sequence[Sequence[TokenTier]]) -> Counter[
     return counts
 
 
-@pytest.mark.parametrize("name", ALL)
+@sweep("name", ALL, 2)
 def test_tiers_add_up_with_the_counts(tiny_decoder: Decoder, draft_model: Decoder, name: str) -> None:
     """In packed rounds, in static ones, and with requests that are preempted."""
     found = []

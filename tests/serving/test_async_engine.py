@@ -68,7 +68,11 @@ def same(found: Any, expected: Any) -> bool:
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"speculative": PLAN}, {"workers": 2}, {"max_requests": 2}])
+@sweep(
+    "settings",
+    [{}, {"speculative": PLAN}, {"workers": 2}, {"max_requests": 2}],
+    lambda settings: "workers" not in settings,
+)
 def test_outputs_are_those_of_generate(tiny_path: Path, settings: dict[str, Any]) -> None:
     params = GREEDY.model_copy(update={"n": 2, "temperature": 0.8, "seed": 3, "logprobs": 2})
     expected = wanted(tiny_path, params)

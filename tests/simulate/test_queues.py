@@ -68,6 +68,7 @@ def test_mean_latency_is_pollaczek_and_khinchines(output_tokens: dict[str, Any],
     assert done.totals[T_STEP_S] / done.span_s == pytest.approx(rho, rel=0.04)
 
 
+@pytest.mark.slow
 def test_shortest_remaining_first_is_as_much_faster_as_schrage_says() -> None:
     """M/M/1 at rho = 0.7: FCFS 3.333 E[S], SRPT 1.875 E[S] [Schrage and Miller; integrated numerically
     below]."""

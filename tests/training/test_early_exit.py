@@ -25,6 +25,7 @@ from ee_models.training.early_exit import (
 from ee_models.training.examples import Example, grouped_indices
 from ee_models.training.trunk import Batch, collate
 from tests.helpers.ee_tasks import CPU, LAYERS, SETTINGS, make_checkpoint, make_examples, make_task, shaken
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import TINY_VOCAB
 
 
@@ -243,9 +244,16 @@ def without_prompts(first: int) -> Callable[[ExitingModel], ExitStack]:
     return hooked
 
 
-@pytest.mark.parametrize("merges", [False, True])
-@pytest.mark.parametrize(("target", "share"), [("labels", 1.0), ("self", 1.0), ("self", 0.3)])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@sweep(
+    "target, share, dropout, merges",
+    [
+        (*targets, dropout, merges)
+        for targets in (("labels", 1.0), ("self", 1.0), ("self", 0.3))
+        for dropout in (0.0, 0.4)
+        for merges in (False, True)
+    ],
+    lambda case: (case[2] > 0.0) == case[3],
+)
 def test_prompts_that_do_not_learn_pass_forward_only(
     checkpoint: Checkpoint,
     dropout: float,

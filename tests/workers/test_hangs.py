@@ -161,17 +161,13 @@ def part(number: int, token_ids: list[int], text: str, finish_reason: str | None
 def test_a_stream_that_is_done_again_goes_on_or_ends_with_an_error(
     make: Make, parts: list[tuple[list[int], str, str | None]], given: list[int], goes_on: bool
 ) -> None:
-    dispatcher, (first, other) = make(2, timeout_s=1.0)
+    dispatcher, (first, other) = make(2)
     dispatcher.post(dispatcher.add, request(0, [1]))
     assert received(first).number == 0
     first.send(part(0, [1, 2, 3], "abc"))
     wait_until(lambda: len(dispatcher.outbox) == 1)
-
-    def is_replaced() -> bool:
-        other.send(Alive())
-        return dispatcher.num_replaced == 1
-
-    wait_until(is_replaced)
+    first.close()
+    wait_until(lambda: dispatcher.num_replaced == 1)
     assert received(other).number == 0
     for each in parts:
         other.send(part(0, *each))

@@ -145,6 +145,7 @@ def on_ray(tiny_path: Path) -> Iterator[LLM]:
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_one_process(on_ray: LLM, one: LLM) -> None:
     for params in (GREEDY, SAMPLED.model_copy(update={"seed": 3})):
         assert generate(on_ray, params) == generate(one, params)
