@@ -72,6 +72,7 @@ def test_it_is_within_3_percent_of_the_best_plan_of_many_with_its_probes(rows: i
     assert machine.run(control, range(rows), 700) >= 0.97 * best_fixed(machine, rows, 300)
 
 
+@pytest.mark.slow
 def test_a_single_row_comes_close_to_the_best_plan_though_it_tells_little() -> None:
     ratios = []
     for seed in (10, 20, 30):

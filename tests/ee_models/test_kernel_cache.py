@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ee_models.kernel_cache import PACKAGES, digest_of
+from tests.helpers.sweeps import sweep
 
 ROOT = Path(__file__).parents[2]
 COUNTS = "from ee_models.kernels.numba_narrow import count_bytes; print(count_bytes(4, 64)[0])"
@@ -59,7 +60,7 @@ def run(code: str, folder: Path, **environment: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("is_in_tree", [True, False])
+@sweep("is_in_tree", [True, False], 2)
 def test_a_kernel_is_made_anew_if_what_it_reads_has_changed(tmp_path: Path, is_in_tree: bool) -> None:
     """Though that is another file, and older than the compiled kernel, as files are that are copied."""
     install, cache = tmp_path / "install", tmp_path / "cache"
@@ -108,6 +109,7 @@ RELOADED = """
 import importlib, os, sys
 from ee_models import kernel_cache
 importlib.reload(kernel_cache)
+from tests.helpers.sweeps import sweep
 from ee_models.kernels.numba_narrow import count_bytes
 print(count_bytes(4, 64)[0])
 """

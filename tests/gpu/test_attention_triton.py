@@ -7,6 +7,7 @@ device as they are.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models.attention import triton_pages
 from ee_models.attention.triton_pages import TritonAttention
+from tests.helpers.sweeps import sweep
 from tests.helpers.triton_passes import (
     DEVICE,
     LAYER,
@@ -46,8 +48,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 RAGGED = [Row(1, 1), Row(70, 5, 1), Row(131, 10, 2), Row(33, 0, 3), Row(64, 3, 4)]
 
 
-@pytest.mark.parametrize(
-    "heads", [(1, 1, 16), (4, 2, 16), (6, 2, 40), (9, 3, 64), (4, 1, 128), (6, 1, 80), (2, 2, 96), (12, 2, 8)]
+@sweep(
+    "heads",
+    [(1, 1, 16), (4, 2, 16), (6, 2, 40), (9, 3, 64), (4, 1, 128), (6, 1, 80), (2, 2, 96), (12, 2, 8)],
+    lambda heads: heads[0] in (1, 6, 12),
 )
 def test_all_groups_and_head_sizes_agree_with_sdpa(heads: Heads) -> None:
     batch = Pass.of(RAGGED, heads)
@@ -87,9 +91,16 @@ def test_chunks_of_several_prompts_agree_with_sdpa(split_len: int | None) -> Non
     assert_close(batch.attend(TritonAttention(split_len=split_len)), batch)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128)])
-@pytest.mark.parametrize("rows", [RAGGED, [Row(131, 40, 1), Row(20, 20, 2)]], ids=["drafts", "chunks"])
+@sweep(
+    "rows, heads, dtype, limit",
+    [
+        (rows, heads, *limits)
+        for rows in (RAGGED, [Row(131, 40, 1), Row(20, 20, 2)])
+        for heads in ((4, 2, 64), (3, 1, 128))
+        for limits in ((torch.bfloat16, 1e-2), (torch.float16, 1e-3))
+    ],
+    3,
+)
 def test_half_precision_is_near_the_exact_result(
     rows: list[Row], heads: Heads, dtype: torch.dtype, limit: float
 ) -> None:
@@ -153,8 +164,11 @@ def static(batch: Pass, q_len: int) -> tuple[Pass, Tensor]:
     return Pass(spread(batch.queries, 1.0), batch.kv, wide), live
 
 
-@pytest.mark.parametrize("rows", [RAGGED, forest(3)], ids=["chains", "trees"])
-@pytest.mark.parametrize("invariant", [False, True])
+@sweep(
+    "invariant, rows",
+    itertools.product([False, True], [RAGGED, forest(3)]),
+    lambda case: case[0] == (case[1] is RAGGED),
+)
 def test_places_of_padding_are_finite_and_change_nothing(invariant: bool, rows: list[Row]) -> None:
     backend, batch = TritonAttention(invariant, 64), Pass.of(rows)
     batch.kv.data[LAYER].nan_to_num_(

@@ -48,6 +48,7 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_or_hangs_ends_none_of_the_others(stubbed: tuple[Path, dict[str, Any]]) -> None:
     folder, result = stubbed
     parts = result["parts"]
@@ -67,6 +68,7 @@ def test_a_part_that_dies_or_hangs_ends_none_of_the_others(stubbed: tuple[Path, 
     }
 
 
+@pytest.mark.slow
 def test_of_a_figure_of_several_parts_the_worst_counts(stubbed: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = stubbed
     for name in ("fine", "wrong"):  # as if they had run on a GPU

@@ -45,7 +45,7 @@ MOST = {"decode": 8, "draft pass": 7, "look up": 3, "feed": 5, "check": 10, "ver
 MOST |= {ROUND: 13, BETWEEN: 2}
 
 
-@sweep("plan", plans(3), lambda plan: plan.startswith(("plain", "two-tier hybrid")))
+@sweep("plan", plans(3), lambda plan: plan.startswith("plain"))
 def test_a_stage_has_few_kernels_besides_the_models(plan: str) -> None:
     """All runs of a stage together have at most 15 % of the kernels of a plain round of SmolLM2, 283."""
     counts = count(plans(3)[plan], 3, SAMPLED, 2)

@@ -31,7 +31,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_triton, "_CHUNK", 16)
 
 
-@sweep("num_scripts", [30, 100], (30).__eq__)
+@sweep("num_scripts", [15, 100], (15).__eq__)
 def test_proposals_are_those_of_the_rule(num_scripts: int) -> None:
     @settings(max_examples=num_scripts, deadline=None)
     @given(script=scripts())
@@ -41,7 +41,7 @@ def test_proposals_are_those_of_the_rule(num_scripts: int) -> None:
     check()
 
 
-@sweep("num_scripts", [20, 100], (20).__eq__)
+@sweep("num_scripts", [10, 100], (10).__eq__)
 def test_guesses_are_those_of_the_rule(num_scripts: int) -> None:
     @settings(max_examples=num_scripts, deadline=None)
     @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))

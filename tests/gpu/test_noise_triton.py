@@ -219,7 +219,7 @@ def some_logits(generator: torch.Generator, vocab: int) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("seed", range(3))
+@sweep("seed", range(3), 3)
 def test_the_floor_leaves_what_the_sampler_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any mix of filters; a vocabulary of several blocks, the last of them not full."""
     monkeypatch.setattr(floor_triton, "_CHUNK", 256)

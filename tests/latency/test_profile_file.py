@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def num_measured(measured: LatencyProfile, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The sizes of each measurement that is asked for; it takes no time."""
+    """The sizes of each measurement that is asked for; it takes no time, and workers are not measured."""
     asked: list[dict[str, Any]] = []
 
     def measure(
@@ -45,6 +45,7 @@ def num_measured(measured: LatencyProfile, monkeypatch: pytest.MonkeyPatch) -> l
         return measured.model_copy(update={"max_num_seqs": sizes["max_num_seqs"]})
 
     monkeypatch.setattr(measuring, "measure_latency", measure)
+    monkeypatch.setattr("hispec.profile.worker_speed.keep_worker_speeds", lambda job, **_: None)
     return asked
 
 

@@ -112,7 +112,7 @@ def test_every_block_size_and_batch(
     assert run(engine, PROMPTS) == expected
 
 
-@pytest.mark.parametrize("name", ["ngram", "hybrid checks", "model", "tree checks"])
+@sweep("name", ["ngram", "hybrid checks", "model", "tree checks"], 2)
 def test_abort_at_every_step(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
 ) -> None:
@@ -133,7 +133,7 @@ def test_abort_at_every_step(
         assert engine.stats()["kv_blocks_used"] == 0
 
 
-@pytest.mark.parametrize("name", ["ngram checks", "hybrid", "model checks", "tree", "tree checks"])
+@sweep("name", ["ngram checks", "hybrid", "model checks", "tree", "tree checks"], 2)
 def test_finish_at_every_length(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
 ) -> None:

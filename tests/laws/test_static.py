@@ -95,7 +95,7 @@ def test_sampled_output_is_plain_sampled_decodings(
     assert run(engine, PROMPTS[5:6], SAMPLED[5:6]) == plain_sampled[5:6], "alone or in a batch"
 
 
-@pytest.mark.parametrize("name", ["ngram", "hybrid checks", "hybrid sure", "model checks", "tree checks"])
+@sweep("name", ["ngram", "hybrid checks", "hybrid sure", "model checks", "tree checks"], 2)
 def test_preemption_prefix_reuse_and_few_rows_change_nothing(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_aborts_leave_the_others_alone(
     assert engine.stats()["kv_blocks_used"] == 0
 
 
-@pytest.mark.parametrize("name", ["ngram", "tree", "hybrid checks"])
+@sweep("name", ["hybrid checks", "ngram", "tree"], 2)
 def test_finish_at_every_length_and_stop_token(
     tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
 ) -> None:
@@ -307,8 +307,11 @@ def test_preemption_and_aborts_under_replay(
     assert [outputs[request_id] for request_id in (ids[0], *ids[2:])] == [expected[2], *expected[4:7]]
 
 
-@sweep("name", ["hybrid sure", "model sure", "exit gated", "hybrid sure gated"], "hybrid sure gated".__eq__)
-@pytest.mark.parametrize("by_stage", [False, True], ids=["whole", "stages"])
+@sweep(
+    "by_stage, name",
+    itertools.product([False, True], ["hybrid sure", "model sure", "exit gated", "hybrid sure gated"]),
+    lambda case: case in {(True, "hybrid sure gated"), (False, "exit gated")},
+)
 def test_graphs_take_each_rounds_own_limits(
     torch_decoder: Decoder,
     torch_draft_model: Decoder,
