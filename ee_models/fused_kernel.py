@@ -25,7 +25,8 @@ from .pass_steps import Kind
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
 # So many tokens of its own are worth that a thread reads all of a weight: it reads less from the caches of
-# other cores. Measured on two cores without matrix tiles, which take so little time that memory is the limit.
+# other cores. So many at a time go through an MLP. Measured on two cores without matrix tiles, which take so
+# little time that memory is the limit.
 _OWN_TOKENS = 64
 
 
@@ -191,23 +192,37 @@ def _has_own_tokens(c: Any, bits: int, shares: int) -> bool:
 
 
 @_kernel
+def _multiply_own(
+    c: Any, bits: int, x: int, inputs: int, terms: int, weight: Any, out: int, outputs: int, count: int
+) -> None:
+    """out [count, outputs] = bias + x [count, inputs] . weight (panels, size, bias), by this thread alone."""
+    panels, size, bias = weight
+    if bits != 0:
+        numba_narrow.split_tokens(bits, x, inputs, terms, 0, count)
+        numba_narrow.multiply(bits, c.ahead, terms, count, inputs, panels, out, outputs, 0, 1)
+    else:
+        numba_gemm.multiply(x, count, inputs, panels, size, bias, out, outputs, 0, 1)
+
+
+@_kernel
 def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outputs: int, part: Any) -> None:
     """out [tokens, outputs] = bias + x [tokens, inputs] . weight (panels, size, bias), all together: begins
     with this thread's tokens of x, and returns once all of `out` is there."""
     (panels, size, bias), (first, last, share, shares) = weight, part
     terms, n = c.terms, c.num_tokens
-    if bits != 0:
-        numba_narrow.split_tokens(bits, x, inputs, terms, first, last)
     if _has_own_tokens(c, bits, shares):
-        terms += first * numba_narrow.count_bytes(bits, inputs)[3]
-        x, out, n = x + 4 * first * inputs, out + 4 * first * outputs, last - first
-        share, shares = 0, 1
+        if bits != 0:
+            terms += first * numba_narrow.count_bytes(bits, inputs)[3]
+        x, out = x + 4 * first * inputs, out + 4 * first * outputs
+        _multiply_own(c, bits, x, inputs, terms, weight, out, outputs, last - first)
     else:
+        if bits != 0:
+            numba_narrow.split_tokens(bits, x, inputs, terms, first, last)
         wait(c.barrier, shares)
-    if bits != 0:
-        numba_narrow.multiply(bits, c.ahead, terms, n, inputs, panels, out, outputs, share, shares)
-    else:
-        numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
+        if bits != 0:
+            numba_narrow.multiply(bits, c.ahead, terms, n, inputs, panels, out, outputs, share, shares)
+        else:
+            numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
     # The next product's terms lie elsewhere for each thread, and may lie where another's of this one do.
     wait(c.barrier, part[3])
 
@@ -233,13 +248,41 @@ def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> Non
 
 
 @_inlined
-def _run_mlp(c: Any, step: Any, part: Any) -> None:
-    width, size = c.hidden_size, step.num_inputs
-    weight = step.gate_up, step.gate_up_size, step.gate_up_bias
-    _project(c, step.bits, c.normed, width, weight, c.gate_up, 2 * size, part)
-    _activate(c, size, part[0], part[1])
-    weight = step.down, step.down_size, step.down_bias
-    _project(c, step.bits, c.activated, size, weight, c.delta, width, part)
+def _run_mlp(c: Any, step: Any, hidden: int, has_delta: bool, part: Any) -> None:
+    """The MLP of a layer, to `delta`, over the norms of hidden states to which `delta` is added first."""
+    (first, last, _, shares), width, size = part, c.hidden_size, step.num_inputs
+    gate_up = step.gate_up, step.gate_up_size, step.gate_up_bias
+    down = step.down, step.down_size, step.down_bias
+    if _has_own_tokens(c, step.bits, shares):
+        _run_own_mlp(c, step.bits, (hidden, has_delta, step.mlp_norm), gate_up, down, size, first, last)
+        wait(c.barrier, shares)  # as _project does
+    else:
+        _norm(c, hidden, step.mlp_norm, first, last, has_delta)
+        _project(c, step.bits, c.normed, width, gate_up, c.gate_up, 2 * size, part)
+        _activate(c, size, first, last)
+        _project(c, step.bits, c.activated, size, down, c.delta, width, part)
+
+
+@_kernel
+def _run_own_mlp(
+    c: Any, bits: int, source: Any, gate_up: Any, down: Any, size: int, first: int, last: int
+) -> None:
+    """As _run_mlp, by one thread for tokens first to last - 1: block after block of them, so that what is
+    between the products, all in the same place, stays in the caches of its core."""
+    (hidden, has_delta, norm), width, terms = source, c.hidden_size, c.terms
+    if bits != 0:
+        of_width, of_size = numba_narrow.count_bytes(bits, width), numba_narrow.count_bytes(bits, size)
+        terms += first * max(of_width[3], of_size[3])
+    between, activated = c.gate_up + 8 * first * size, c.activated + 4 * first * size
+    num_blocks = max(1, (last - first) // _OWN_TOKENS)  # none is smaller: each reads all weights once more
+    for block in range(num_blocks):
+        begin = first + block * (last - first) // num_blocks
+        end = first + (block + 1) * (last - first) // num_blocks
+        _norm(c, hidden, norm, begin, end, has_delta)
+        normed, delta = c.normed + 4 * begin * width, c.delta + 4 * begin * width
+        _multiply_own(c, bits, normed, width, terms, gate_up, between, 2 * size, end - begin)
+        _activate(c, size, first, first + end - begin)
+        _multiply_own(c, bits, activated, size, terms, down, delta, width, end - begin)
 
 
 @_inlined
@@ -298,8 +341,7 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
                 _attend(c, step, attention, c.next_units + 8 * i, part)
                 has_delta = step.kind == Kind.LAYER
             if step.mlp_norm != 0:
-                _norm(c, hidden, step.mlp_norm, first, last, has_delta)
-                _run_mlp(c, step, part)
+                _run_mlp(c, step, hidden, has_delta, part)
                 has_delta = True
     if has_delta:
         _add_delta(c, hidden, first, last)
