@@ -84,7 +84,10 @@ def _fit(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales and minima [out, groups] float16 and q [out, groups, GROUP] uint8 of weights [out, groups,
     GROUP]: of those tried, the ones with the least sum of squared errors."""
     low, high = weight.aminmax(dim=2, keepdim=True)
-    minimum, tried = low.half(), ((high - low) / torch.tensor(_TRIED, device=weight.device)).half()
+    minimum, tried = (
+        low.half(),
+        ((high - low) / torch.tensor(_TRIED, dtype=weight.dtype, device=weight.device)).half(),
+    )
     arrays = (weight.numpy(), minimum.float().numpy()[:, :, 0], tried.float().numpy())
     best = torch.from_numpy(_find_best(*arrays))
     scale = tried.gather(2, best[:, :, None])

@@ -110,7 +110,7 @@ def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
 
 def _power_of_two(peak: Tensor, least: int) -> Tensor:
     """One, no less than 2 ** least, by which a peak is 64 to 128, a scale of 127 steps about 1."""
-    return torch.ldexp(torch.ones(len(peak)), (torch.frexp(peak).exponent - 7).clamp(min=least))
+    return torch.ldexp(torch.ones_like(peak), (torch.frexp(peak).exponent - 7).clamp(min=least))
 
 
 def mixed(blocks: Tensor) -> Tensor:

@@ -158,7 +158,9 @@ def look_ahead() -> int:
     # Written to, or its pages would all be the same one.
     panels = torch.empty(_LOOKED_AT // size, size, dtype=torch.uint8).fill_(0)
     terms = torch.empty(most, bytes_per_token(bits, num_inputs), dtype=torch.uint8)
-    x, out = torch.zeros(most, num_inputs), torch.empty(most, len(panels) * COLUMNS)
+    # By address: of this dtype whatever the process's default is.
+    x = torch.zeros(most, num_inputs, dtype=torch.float32)
+    out = torch.empty(most, len(panels) * COLUMNS, dtype=torch.float32)
     split_tokens(bits, x.data_ptr(), num_inputs, terms.data_ptr(), 0, most)
     fastest = dict.fromkeys(product(_AHEAD, range(1, most + 1)), float("inf"))
     for _ in range(_LOOKS):

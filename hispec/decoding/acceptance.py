@@ -234,7 +234,8 @@ class RejectionJudge:
         self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool
     ) -> None:
         # One row of probabilities more than the windows have columns: index -1 keeps what is kept nowhere.
-        self._kept = torch.zeros(len(Tier), num_rows * window + 1, vocab_size, device=device)
+        size = len(Tier), num_rows * window + 1, vocab_size
+        self._kept = torch.zeros(size, dtype=torch.float32, device=device)
         self._has_check = has_check
 
     def of_plan(self, has_check: bool) -> RejectionJudge:

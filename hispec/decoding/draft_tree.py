@@ -127,7 +127,7 @@ def _tensors(tree: DraftTree, device: torch.device) -> TreeTensors:
     import torch
 
     with torch.inference_mode(False):
-        ancestry = torch.zeros(tree.num_nodes, tree.num_nodes)
+        ancestry = torch.zeros(tree.num_nodes, tree.num_nodes, dtype=torch.float32)
         for node, way in enumerate(tree.paths):
             ancestry[node, list(way)] = 1.0
         ancestry[:, 0] = 0.0

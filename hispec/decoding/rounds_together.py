@@ -88,7 +88,7 @@ def can_link(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None) 
 
 def _one_by_one(stages: Stages, judge: Judge, batch: RoundBatch, together: Together) -> RoundResult:
     """Rounds of plain decoding: what is sampled, or runs where passes are no single call."""
-    evidence, live = torch.zeros(batch.num_rows), batch.limits > 0
+    evidence, live = torch.zeros(batch.num_rows, dtype=torch.float32), batch.limits > 0
     room = int((together.ends - batch.starts).min())
     most = min(together.num_rounds, room, int(together.rooms.min()))
     tokens = batch.tokens.new_zeros(batch.num_rows, most + 1)

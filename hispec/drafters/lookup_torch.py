@@ -144,7 +144,8 @@ class TensorLookup(Lookup):
         ends = totals.clamp(max=near)
         columns = (totals - ends).unsqueeze(1) + torch.arange(near + num_steps, device=device)
         line = text.gather(1, columns.clamp(max=text.shape[1] - 1)).long()  # the last tokens, and room
-        counts, sure = torch.zeros_like(totals), torch.ones(len(totals), device=device)
+        counts = torch.zeros_like(totals)
+        sure = torch.ones(len(totals), dtype=torch.float32, device=device)
         token, share = torch.zeros_like(totals), torch.zeros_like(sure)
         for step in range(num_steps):
             copy = proposed[:, step]

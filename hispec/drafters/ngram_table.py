@@ -141,7 +141,8 @@ def look_up(table: NgramTable, texts: Tensor, ends: Tensor) -> tuple[Tensor, Ten
     ends    [n] int64, at most the width
     """
     probes, last = torch.arange(table.num_probes, device=texts.device), texts.shape[1] - 1
-    token, share = torch.zeros_like(ends), torch.zeros(len(ends), device=texts.device)
+    token = torch.zeros_like(ends)
+    share = torch.zeros(len(ends), dtype=torch.float32, device=texts.device)
     hashed = torch.zeros_like(ends)
     for back in range(table.max_size):
         before = texts.gather(1, (ends - 1 - back).clamp(0, last).unsqueeze(1)).squeeze(1)

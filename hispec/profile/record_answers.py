@@ -105,7 +105,9 @@ class _Reader:
         places = sum(len(answer.token_ids) + 1 for answer in answers)
         self._own = {layer: torch.full((places,), NOTHING) for layer in own}
         self._ranked = {layer: torch.full((places, RANKS), NOTHING) for layer in said}
-        self._probability = {layer: torch.full((places,), float(NOTHING)) for layer in said}
+        self._probability = {
+            layer: torch.full((places,), float(NOTHING), dtype=torch.float32) for layer in said
+        }
         self._place = 0  # of the next token that is said
         self._exit_at: dict[int, tuple[Exit, int]] = {}
         num_kv_layers = decoder.config.num_layers

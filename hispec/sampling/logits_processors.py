@@ -73,12 +73,13 @@ class Bias(LogitsProcessor):
         return bool(row.params.logit_bias)
 
     def make_tables(self, num_lines: int) -> None:
-        self._bias = torch.zeros(num_lines, self._vocab_size, device=self._device)
+        self._bias = torch.zeros(num_lines, self._vocab_size, dtype=torch.float32, device=self._device)
 
     def fill(self, rows: Sequence[RowSampling]) -> None:
-        bias = torch.zeros(len(rows), self._vocab_size)
+        bias = torch.zeros(len(rows), self._vocab_size, dtype=torch.float32)
         for line, row in enumerate(rows):
-            bias[line, list(row.params.logit_bias)] = torch.tensor(list(row.params.logit_bias.values()))
+            values = torch.tensor(list(row.params.logit_bias.values()), dtype=torch.float32)
+            bias[line, list(row.params.logit_bias)] = values
         write(self._bias[1 : len(rows) + 1], bias)
 
     def apply(self, logits: Tensor, at: SamplingInput) -> None:
@@ -93,9 +94,10 @@ class Penalties(LogitsProcessor):
         return row.params.has_penalties
 
     def make_tables(self, num_lines: int) -> None:
-        self._counts = torch.zeros(num_lines, self._vocab_size, device=self._device)
+        self._counts = torch.zeros(num_lines, self._vocab_size, dtype=torch.float32, device=self._device)
         self._in_prompt = torch.zeros(num_lines, self._vocab_size, dtype=torch.bool, device=self._device)
-        self._penalties = torch.tensor([1.0, 0.0, 0.0], device=self._device).repeat(num_lines, 1)
+        nothing = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device=self._device)
+        self._penalties = nothing.repeat(num_lines, 1)
 
     def fill(self, rows: Sequence[RowSampling]) -> None:
         counts = torch.stack(
@@ -113,7 +115,8 @@ class Penalties(LogitsProcessor):
             [
                 [row.params.repetition_penalty, row.params.presence_penalty, row.params.frequency_penalty]
                 for row in rows
-            ]
+            ],
+            dtype=torch.float32,
         )
         for table, values in (
             (self._counts, counts),

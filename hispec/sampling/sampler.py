@@ -38,7 +38,7 @@ class Sampler:
         """num_rows: as many as there can ever be; None = those of `rows`."""
         self._vocab_size, self._device = vocab_size, device
         self._num_rows = num_rows or len(rows)
-        self._floats = torch.zeros(3, self._num_rows, device=device)
+        self._floats = torch.zeros(3, self._num_rows, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, self._num_rows, dtype=torch.int64, device=device)
         self._temperature, self._top_p, self._min_p = self._floats
         self._top_k, self._seeds = self._ints
@@ -54,7 +54,7 @@ class Sampler:
         params = [row.params if row else _GREEDY for row in rows]
         floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
         top_k = [min(p.top_k, self._vocab_size) for p in params]
-        write(self._floats, torch.tensor(floats))
+        write(self._floats, torch.tensor(floats, dtype=torch.float32))
         write(self._ints, torch.tensor([top_k, [row.seed if row else 0 for row in rows]]))
         sampled = [p for p in params if p.temperature > 0]
         self._any_sampled = bool(sampled)
