@@ -7,8 +7,17 @@ import gc
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
+
+_GROUP = Path("/sys/fs/cgroup")  # a container's own
+# Of it, by the two versions that Linux has: its folder, the limit there, what is used, and how much of that
+# `memory.stat` calls cached files that nobody has lately read.
+_LIMITS = (
+    (".", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -37,14 +46,33 @@ def is_due_to_memory(error: BaseException) -> bool:
 
 
 def free_memory_bytes() -> int:
-    """Bytes of the host's memory that can still be allocated."""
+    """Bytes of the host's memory that can still be allocated: of a container's, where that has less."""
+    within = [left for names in _LIMITS if (left := _left_of_limit(*names)) is not None]
+    return min([_free_of_host(), *within])
+
+
+def _free_of_host() -> int:
     try:
         # What the kernel could free for us; "free" alone leaves out the page cache.
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-        return available * 1024
+        return 1024 * _number_of(Path("/proc/meminfo"), "MemAvailable:")
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _left_of_limit(folder: str, limit: str, used: str, cached: str) -> int | None:
+    """Of what a container may use, what it does not, files that are cached left out; None = no limit."""
+    place = _GROUP / folder
+    try:
+        most, now = (int((place / name).read_text(encoding="ascii")) for name in (limit, used))
+        return max(0, most - now + _number_of(place / "memory.stat", cached))
+    except (OSError, ValueError, StopIteration):  # "max", or no such file
+        return None
+
+
+def _number_of(path: Path, name: str) -> int:
+    """The number that follows a name in a file of names and numbers."""
+    with open(path, encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.split()[:1] == [name])
 
 
 def proportional_bytes(pid: int, *, private: bool = False) -> int | None:
