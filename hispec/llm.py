@@ -182,7 +182,8 @@ class LLM:
         params = self._params(sampling_params)
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
-        request_id = f"stream-{next(self._numbers)}"
+        names = (f"stream-{number}" for number in self._numbers)
+        request_id = next(name for name in names if name not in self._pending and name not in self._finished)
         try:
             self._streams.add(request_id)
             self._queue(prompt, params, request_id, chat)
@@ -427,9 +428,12 @@ class LLM:
 
     def _check_idle(self) -> None:
         if self.has_unfinished():
+            finished = (
+                f", and step() has not returned {len(self._finished)} that are" if self._finished else ""
+            )
             raise RequestError(
-                f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
-                " abort them"
+                f"{len(self._pending)} requests are unfinished{finished}; step() until has_unfinished() is"
+                " False, or abort them"
             )
 
     def _check_open(self, method: str) -> None:

@@ -417,3 +417,20 @@ def test_prefill_of_a_step_depends_on_the_device_unless_it_is_said() -> None:
     assert EngineConfig().prefill_tokens("cuda") > EngineConfig().prefill_tokens("cpu") >= 1
     said = EngineConfig(max_prefill_tokens=7)
     assert said.prefill_tokens("cuda") == said.prefill_tokens("cpu") == 7
+
+
+def test_a_trace_may_lie_in_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert EngineConfig(trace="~/t.jsonl").trace == "/home/me/t.jsonl"
+    assert EngineConfig(trace="t.jsonl").trace == "t.jsonl"
+    with pytest.raises(ConfigError, match="home folder of nobody"):
+        EngineConfig(trace="~nobody-of-that-name/t.jsonl")
+
+
+def test_layers_of_goodput_are_exits_of_the_model() -> None:
+    config = SpeculativeConfig(draft={"layer": 2}, control="goodput", goodput={"layers": [2, 12]})
+    assert config.plan(13).draft_layer == 2
+    with pytest.raises(
+        ConfigError, match=r"speculative.goodput.layers=12 is not an early exit of a model of 12"
+    ):
+        config.plan(12)

@@ -262,3 +262,21 @@ def test_an_interrupted_generate_leaves_nothing(llm: LLM, at: int) -> None:
     assert count > 30
     again = [output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     assert [one[0].token_ids for one in again] == [one[0].token_ids for one in wanted]
+
+
+def test_a_stream_takes_no_name_that_a_request_has(llm: LLM) -> None:
+    prompt, params = [5, 6, 7], GREEDY
+    (wanted,) = llm.generate([prompt], params, use_tqdm=False)
+    last = next(llm._numbers)
+    taken = [f"stream-{last + number}" for number in (1, 2, 3)]
+    for name in taken:
+        llm.add(prompt, params, name)
+    assert [token for delta in llm.stream(prompt, params) for token in delta.token_ids] == (
+        wanted.outputs[0].token_ids
+    )
+    with pytest.raises(
+        RequestError, match=r"^0 requests are unfinished, and step\(\) has not returned 3 that"
+    ):
+        llm.generate([prompt], params, use_tqdm=False)
+    assert sorted(output.request_id for output in llm.step()) == sorted(taken)
+    llm.generate([prompt], params, use_tqdm=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from ..utils.files import known_place
 from .base import Settings
 
 
@@ -75,7 +76,9 @@ class EngineConfig(Settings):
     stage_graphs: bool = False
     max_graphs: Annotated[int, Field(ge=1)] = 64
     max_graph_bytes: Annotated[int, Field(ge=0)] = 2 << 30
-    trace: Annotated[str, Field(min_length=1)] | None = None
+    trace: Annotated[str, Field(min_length=1), AfterValidator(lambda path: str(known_place(path)))] | None = (
+        None
+    )
     warm_up: bool = False
     exact_verify: bool = False
     worker_timeout_s: Annotated[float, Field(ge=0.1, le=86400.0)] = 600.0

@@ -327,9 +327,11 @@ class SpeculativeConfig(Settings):
 
     def plan(self, num_layers: int) -> Plan:
         """The plan for a model of `num_layers` layers. Raises ConfigError if an exit lies outside of it."""
+        of_goodput = (self.goodput and self.goodput.layers) or ()
         for name, layer in (
             ("draft.layer", self.draft.layer),
             ("check.layer", self.check.layer if self.check else None),
+            *(("goodput.layers", layer) for layer in of_goodput),
         ):
             if layer is not None and layer >= num_layers:
                 raise ConfigError(

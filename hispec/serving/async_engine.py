@@ -220,8 +220,15 @@ class AsyncEngine:
         if _size_of(prompt, chat) >= _LONG:
             with self._lock:
                 self._check_room(self._params(sampling).n, wait)
-            loop = asyncio.get_running_loop()
-            token_ids = await loop.run_in_executor(self._reader, self._llm.encode, prompt, chat)
+            try:
+                reading = self._reader.submit(self._llm.encode, prompt, chat)
+                token_ids = await asyncio.wrap_future(reading)
+            except (asyncio.CancelledError, RuntimeError):
+                task = asyncio.current_task()
+                if task is None or task.cancelling() == 0:  # not by who waits: close() may have come between
+                    with self._lock:
+                        self._check_room(self._params(sampling).n, wait=True)
+                raise
             if problem := self._llm.engine.admission.too_long(len(token_ids)):
                 raise RequestError(problem)
 

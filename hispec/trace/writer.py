@@ -51,9 +51,9 @@ class TraceWriter:
         clock   seconds; that of `RequestMetrics`
         """
         self._clock, self._started_s, self._latest_s = clock, clock(), 0.0
-        self._group: _Group | None = None
+        self._groups: list[_Group] = []  # none, or the one that is not written yet
         self._lines = Lines(path, clock)
-        self._finalizer = weakref.finalize(self, self._lines.close)
+        self._finalizer = weakref.finalize(self, _close, self._lines, self._groups)
         header = {
             "type": "trace",
             "version": VERSION,
@@ -83,11 +83,11 @@ class TraceWriter:
         pass_s   of their seconds, those in passes of draft, check and verify; zeros: not measured
         """
         now = self._elapsed_s()
-        if self._group is not None and not self._group.takes(seen, now):
+        if self._groups and not self._groups[0].takes(seen, now):
             self._end_group()
-        if self._group is None:
-            self._group = _Group(seen, now)
-        group = self._group
+        if not self._groups:
+            self._groups.append(_Group(seen, now))
+        (group,) = self._groups
         group.add(seen, now, pass_s)
         if group.rounds >= MOST_ROUNDS or now - group.started_s >= FLUSH_S:
             self._end_group()
@@ -131,17 +131,24 @@ class TraceWriter:
 
     def close(self) -> None:
         """Idempotent; lines written afterwards are dropped."""
-        self._end_group()
         self._finalizer()
 
     def _end_group(self) -> None:
-        if self._group is not None:
-            self._lines.add(self._group.make_line())
-            self._group = None
+        _write(self._lines, self._groups)
 
     def _elapsed_s(self) -> float:
         self._latest_s = max(self._latest_s, round(self._clock() - self._started_s, 6))  # never back
         return self._latest_s
+
+
+def _write(lines: Lines, groups: list[_Group]) -> None:
+    while groups:
+        lines.add(groups.pop().make_line())
+
+
+def _close(lines: Lines, groups: list[_Group]) -> None:
+    _write(lines, groups)
+    lines.close()
 
 
 class _Group:

@@ -18,11 +18,15 @@ NOT_A_TERMINAL_WIDTH = 140  # columns: rich would take 80 and break paths
 
 
 def make_console(file: IO[str] | None = None) -> Console:
-    """A console on `file` (default: stdout), without markup, as wide as the terminal or NOT_A_TERMINAL_WIDTH
-    columns."""
+    """A console on `file` (default: stdout), which shows text as it is, as wide as the terminal or
+    NOT_A_TERMINAL_WIDTH columns."""
     file = file or sys.stdout
     return Console(
-        file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH
+        file=file,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=None if file.isatty() else NOT_A_TERMINAL_WIDTH,
     )
 
 

@@ -531,3 +531,34 @@ def test_importing_it_starts_nothing() -> None:
     import hispec.serving.async_engine  # noqa: F401
 
     assert threading.active_count() == before
+
+
+def test_a_prompt_that_waits_to_be_read_ends_with_the_engine(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other requests do: who is cancelled though nobody cancelled him would be taken for one that left."""
+    monkeypatch.setattr(module, "_LONG", 100)
+    begun, may_read = threading.Event(), threading.Event()
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        encode = llm.encode
+
+        def wait_and_read(prompt: Any, chat: bool = False) -> list[int]:
+            begun.set()
+            assert may_read.wait(60.0)
+            return encode(prompt, chat)
+
+        monkeypatch.setattr(llm, "encode", wait_and_read)
+        first, second, third = (asyncio.create_task(engine.generate("x" * 200, GREEDY)) for _ in range(3))
+        await asyncio.to_thread(begun.wait, 60.0)
+        third.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        await engine.aclose()
+        with pytest.raises(ClosedError):
+            await second
+        may_read.set()
+        with pytest.raises((ClosedError, RequestError)):
+            await first
+
+    with_engine(tiny_path, test)
