@@ -42,7 +42,7 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        if self.kind not in _FIELDS:
+        if not isinstance(self.kind, str) or self.kind not in _FIELDS:
             raise unsupported("rope_type", self.kind, ", ".join(_FIELDS))
         for field in ("theta", *_FIELDS["llama3"]):
             value = getattr(self, field)

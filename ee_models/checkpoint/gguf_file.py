@@ -7,7 +7,7 @@ rotary frequencies, so the file is read here, with the `gguf` package for its co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 # A divisor for each rotary frequency, where they are stretched as in Llama 3.
 _ROPE_FACTORS = "rope_freqs.weight"
+_CONTROL = 3  # tokenizer.ggml.token_type of a token that stands for no text
+# Texts of tokens that end a turn, or all that is written, in one family or another.
+_ENDS = frozenset(
+    f"<{name}>".encode()
+    for name in (
+        *("|endoftext|", "|end_of_text|", "|eot_id|", "|eom_id|", "|im_end|", "|end|", "EOT"),
+        *("end_of_turn", "|return|", "|call|"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class GgufSource:
         metadata = _read_metadata(reader)
         rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
         family = find_gguf_family(metadata.get("general.architecture"))
-        self.config = _read_config(family, metadata, shapes, rope_factors)
+        self.config = _read_config(family, metadata, shapes, rope_factors, _ends_by_text(reader))
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
         self._places: dict[str, _Place] = {}
         self.index: dict[str, TensorInfo] = {}
@@ -134,13 +143,30 @@ def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
         ) from error
 
 
+def _ends_by_text(reader: GGUFReader) -> list[int]:
+    """Control tokens of which the text says that they end something: a file has room for one such, where
+    models have several."""
+    from gguf import GGUFValueType
+
+    tokens, kinds = (reader.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if tokens is None or kinds is None or tokens.types != [GGUFValueType.ARRAY, GGUFValueType.STRING]:
+        return []
+    if kinds.types[:1] != [GGUFValueType.ARRAY]:
+        return []
+    texts = (bytes(tokens.parts[place]) for place in tokens.data)
+    pairs = enumerate(zip(texts, kinds.contents(), strict=False))
+    return [number for number, (text, kind) in pairs if kind == _CONTROL and text in _ENDS]
+
+
 def _read_config(
     family: Family,
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     rope_factors: Tensor | None,
+    ends: Sequence[int],
 ) -> ModelConfig:
-    """The config in a file's metadata; biases and a tied head are told by its tensors' names."""
+    """The config in a file's metadata; biases and a tied head are told by its tensors' names. ends: tokens
+    that end a text besides those that it names, which come first."""
     architecture = family.gguf_name
     check_settings(metadata.get, SUPPORTED_GGUF_SETTINGS, f"{architecture}.")
     check_settings(metadata.get, {"split.count": (1, 0)})
@@ -159,7 +185,9 @@ def _read_config(
     for name in ("attention.value_length", "rope.dimension_count"):
         if read(name, head_dim) != head_dim:
             raise unsupported(f"{architecture}.{name}", read(name), f"the head dimension, {head_dim}")
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "bos", "padding")}
+    names = "eos", "eot", "eom", "bos", "padding"
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+    named = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     fields = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -176,7 +204,7 @@ def _read_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        "eos_token_id": [ids[name] for name in ("eos", "eot") if ids[name] is not None],
+        "eos_token_id": list(dict.fromkeys([*named, *ends])),
         "bos_token_id": ids["bos"],
         "pad_token_id": ids["padding"],
     }

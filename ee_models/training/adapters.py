@@ -323,7 +323,7 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int, ends: Sequence
     """
     learnt = [token for example in examples for token in example.token_ids[example.prompt_len :]]
     counts = torch.bincount(torch.tensor(learnt, dtype=torch.int64), minlength=vocab_size)
-    counts[list(ends)] += counts.sum() + 1
+    counts[[end for end in ends if end < vocab_size]] += counts.sum() + 1  # a config may name others
     return counts.argsort(descending=True, stable=True)
 
 

@@ -421,7 +421,15 @@ def save_checkpoint(
     """
 
     def write(draft: Path) -> None:
-        model.save_pretrained(draft, state_dict=state)
+        defaults = model.generation_config
+        if defaults is not None:  # such as models come with, some versions of transformers refuse to write
+            model.generation_config = type(defaults)()
+        try:
+            model.save_pretrained(draft, state_dict=state)
+        finally:
+            model.generation_config = defaults
+        if defaults is not None:
+            defaults.to_json_file(draft / "generation_config.json")
         path = draft / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(dtype).removeprefix("torch.")

@@ -83,11 +83,8 @@ def _config(checkpoint: Checkpoint) -> LlamaConfig:
         raise ConversionError(
             f"only a Llama with unscaled rotary embeddings and no window can be converted, got {source}"
         )
-    if len(source.eos_token_ids) != 1:
-        raise ConversionError(
-            f"the file has {len(source.eos_token_ids)} end-of-sequence tokens, {source.eos_token_ids};"
-            " supported: one"
-        )
+    if not source.eos_token_ids:
+        raise ConversionError("the file names no end-of-sequence token")
     return LlamaConfig(
         architectures=[source.architecture],
         dtype="float32",
@@ -95,7 +92,7 @@ def _config(checkpoint: Checkpoint) -> LlamaConfig:
         num_attention_heads=source.num_heads,
         num_key_value_heads=source.num_kv_heads,
         rope_parameters={"rope_type": "default", "rope_theta": source.rope.theta},
-        eos_token_id=source.eos_token_ids[0],
+        eos_token_id=source.eos_token_ids[0],  # the file's own
         **{name: getattr(source, name) for name in _SAME_NAME},
     )
 

@@ -7,7 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ee_models.checkpoint.ee_package import EEPackage, holds_package
+from ee_models.checkpoint.ee_package import INFO as PACKAGE_INFO
+from ee_models.checkpoint.ee_package import EEPackage, PackageError, holds_package
 
 from ..errors import HiSpecError
 from ..utils.files import cache_dir, expanded
@@ -76,10 +77,23 @@ def resolve_model(name_or_path: str) -> str:
     if the model, or that which a package belongs to, is known but not fetched, and PackageError. Downloads
     nothing.
     """
+    return _resolve(name_or_path, ())
+
+
+def _resolve(name_or_path: str, within: tuple[Path, ...]) -> str:
+    """As resolve_model, for the packages of these folders, each of which belongs to the next."""
     model = KNOWN_MODELS.get(name_or_path)
     if model is None:
         package = packages().get(name_or_path, expanded(name_or_path))
-        return str(package_checkpoint(package, resolve_model)) if holds_package(package) else name_or_path
+        if not holds_package(package):
+            return name_or_path
+        own = package.resolve()
+        if own in within:
+            raise PackageError(
+                f"the package in {own} belongs to itself, by its {PACKAGE_INFO}; write the model that it was"
+                " trained from there, base_model.name"
+            )
+        return str(package_checkpoint(package, lambda base: _resolve(base, (*within, own))))
     final = model_dir(model)
     if not is_complete(final, model):
         raise ModelNotFetchedError(

@@ -29,6 +29,10 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
             " id, a folder, or a .gguf file"
         )
     try:
+        expanded(model).exists()
+    except OSError as error:
+        raise ConfigError(f"model={shown(str(model))} is no name of a file: {error.strerror}") from None
+    try:
         # A Path is no known name.
         by_name = isinstance(model, str) or holds_package(model)
         return open_checkpoint(resolve_model(str(model)) if by_name else model, revision)

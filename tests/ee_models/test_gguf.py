@@ -18,7 +18,7 @@ from ee_models.checkpoint.loader import (
 )
 from ee_models.checkpoint.weights import expected_tensors
 from ee_models.config import ModelConfig
-from tests.helpers.tiny_gguf import ARCHITECTURES, write_gguf
+from tests.helpers.tiny_gguf import ARCHITECTURES, BYTE_LEVEL, write_gguf
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -54,6 +54,19 @@ def test_quantised_tensors_unpack_to_the_numbers_they_stand_for(tmp_path: Path, 
     weight = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"].detach().numpy()
     unpacked = torch.from_numpy(gguf.dequantize(gguf.quantize(weight, kind), kind))
     assert torch.equal(checkpoint.tensor("model.layers.1.mlp.up_proj.weight"), unpacked)
+
+
+def test_tokens_that_say_that_they_end_something_do_so(tmp_path: Path) -> None:
+    """After those that the file names, which are one or two; a text that only looks like one is a text."""
+    tokens = [*BYTE_LEVEL["tokenizer.ggml.tokens"]]
+    kinds = [*BYTE_LEVEL["tokenizer.ggml.token_type"]]
+    tokens[5], tokens[6], tokens[7] = "<|endoftext|>", "<|eom_id|>", "<|eot_id|>"
+    kinds[5], kinds[6], kinds[7] = 3, 1, 3
+    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    for more, wanted in (({}, (9, 5, 7)), ({"tokenizer.ggml.eot_token_id": 7}, (9, 7, 5))):
+        path = tmp_path / f"{len(more)}.gguf"
+        write_gguf(path, "llama", tokenizer=BYTE_LEVEL | changed | {"tokenizer.ggml.eos_token_id": 9} | more)
+        assert open_checkpoint(path).config.eos_token_ids == wanted
 
 
 def test_a_folder_of_one_gguf_is_a_model_and_of_two_is_not(tmp_path: Path) -> None:

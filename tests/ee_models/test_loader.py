@@ -265,6 +265,7 @@ UNSUPPORTED: list[tuple[Fields, str]] = [
         "rope_type is 'dynamic'; supported: default, linear, llama3",
     ),
     ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    ({"rope_parameters": {"rope_type": ["default"]}}, r"rope_type is \['default'\]; supported"),
     (
         {"rope_parameters": {"rope_type": "linear", "factor": 0.0}},
         "rope factor is 0.0; supported: a number above 0",

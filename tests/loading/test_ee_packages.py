@@ -21,6 +21,7 @@ from hispec.loading import ee_packages
 from hispec.loading.cache_folders import temp_prefix
 from hispec.loading.ee_packages import PackageError, package_checkpoint
 from hispec.loading.fetch import fetch
+from hispec.loading.known_models import resolve_model
 from tests.helpers.adapters import make_exits
 from tests.helpers.tiny import tiny_checkpoint
 
@@ -169,3 +170,14 @@ def test_temporary_folders_of_killed_runs_are_removed(package: Path, is_made: bo
             assert stale.exists()
     package_checkpoint(package, as_it_is)
     assert leftovers(made) == []
+
+
+def test_packages_that_lead_to_themselves_are_refused(package: Path, tmp_path: Path, models: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, other in zip(folders, reversed(folders), strict=True):
+        shutil.copytree(package, folder)
+        info = json.loads((folder / "ee.json").read_text())
+        info["base_model"]["name"] = str(other)
+        (folder / "ee.json").write_text(json.dumps(info))
+    with pytest.raises(PackageError, match=r"one belongs to itself, by its ee\.json"):
+        resolve_model(str(folders[0]))

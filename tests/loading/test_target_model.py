@@ -196,3 +196,8 @@ def test_without_numba_a_cpu_computes_in_the_dtype_of_the_weights(
 def test_a_kv_cache_dtype_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         LLM("smollm2", kv_cache_dtype="int8")
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^model='tell me .* is no name of a file: File name too long"):
+        open_model("tell me a story. " * 100)

@@ -216,7 +216,7 @@ def test_frequent_tokens_are_counted_in_responses_and_ties_go_by_token() -> None
 
 def test_the_end_of_an_answer_is_in_every_vocabulary() -> None:
     """Also if no answer has it, because all were cut."""
-    order = frequent_tokens([Example([7, 5, 5, 3], 1)], 10, ends=(8, 3))
+    order = frequent_tokens([Example([7, 5, 5, 3], 1)], 10, ends=(8, 3, 10, 99))
     assert order.tolist() == [3, 8, 5, 0, 1, 2, 4, 6, 7, 9]
 
 

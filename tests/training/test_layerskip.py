@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
@@ -22,7 +22,7 @@ from ee_models.errors import CheckpointError, TrainingError
 from ee_models.training.examples import Example
 from ee_models.training.layerskip import ExitLoss, LayerSkipSettings, LayerSkipTask
 from ee_models.training.loop import LoopSettings, train
-from ee_models.training.trunk import Batch, _watched, collate, load_trainable
+from ee_models.training.trunk import Batch, _watched, collate, load_trainable, save_checkpoint
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -375,6 +375,25 @@ def test_a_checkpoint_can_be_stored_in_another_type(tmp_path: Path) -> None:
     assert checkpoint.dtype == torch.bfloat16 and checkpoint.config.tie_word_embeddings
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     assert load_trainable(tmp_path / "model").dtype == torch.float32
+
+
+def test_a_models_own_defaults_of_sampling_are_written_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older models have a temperature without do_sample, which some versions of transformers do not write."""
+
+    def refuse(config: GenerationConfig, *_: Any, **__: Any) -> None:
+        if config.temperature not in (None, 1.0):
+            raise ValueError("GenerationConfig is invalid")
+
+    monkeypatch.setattr(GenerationConfig, "validate", refuse)
+    model = tiny_model()
+    model.generation_config.temperature, model.generation_config.eos_token_id = 0.6, [7, 9]
+    save_checkpoint(tmp_path / "model", model, model.state_dict(), torch.float32, None)
+    written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert (written["temperature"], written["eos_token_id"]) == (0.6, [7, 9])
+    assert model.generation_config.temperature == 0.6
+    assert open_checkpoint(tmp_path / "model").config.eos_token_ids == (7, 9)
 
 
 def test_saving_replaces_a_checkpoint_as_a_whole_and_nothing_else(
