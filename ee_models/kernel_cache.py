@@ -7,8 +7,12 @@ files where they are, such a kernel would take memory for what it no longer is.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
+import os
+import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,9 +56,38 @@ class _ByAllSources(caching._CacheLocator):
             return None
         others = (each for each in _locators if each is not cls)
         found = next((found for each in others if (found := each.from_function(py_func, py_file))), None)
-        if found is not None:
-            found.get_source_stamp = _own_digest
+        if found is None:
+            found = _InOwnFolder(py_func, py_file)
+        found.get_source_stamp = _own_digest
         return found
+
+
+class _InOwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
+    """Puts compiled kernels into a folder that goes with this process: where nothing else may be written."""
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        return _own_folder()
+
+
+@cache
+def _own_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="hispec-kernels-")  # nobody else's: numba unpickles what it finds there
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # and not a worker that was forked
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    _log.warning(
+        "compiled kernels cannot be kept, neither beside %s nor in a cache of the user's: each process compiles"
+        " them anew, in a minute or two; set NUMBA_CACHE_DIR to a folder that may be written",
+        _ROOT,
+    )
+    return folder
 
 
 class CompileNotice(Listener):

@@ -100,6 +100,30 @@ def test_only_a_process_that_compiles_kernels_says_so_and_does_once(tmp_path: Pa
     assert printed == "2\n" and "compiling" not in said
 
 
+NOWHERE = """
+from numba.core import caching
+def ensure_cache_path(locator):
+    raise PermissionError("read-only")
+caching._CacheLocator.ensure_cache_path = ensure_cache_path
+"""
+
+
+def test_where_nothing_may_be_written_kernels_are_compiled_all_the_same(tmp_path: Path) -> None:
+    """As in a container without a home. The folder of a process goes with it."""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", NOWHERE + COUNTS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env=environment | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.stdout == "2\n" and not list(tmp_path.iterdir())
+    assert done.stderr.count("set NUMBA_CACHE_DIR to a folder that may be written") == 1
+
+
 def test_functions_of_others_are_no_kernels(tmp_path: Path) -> None:
     printed, said = run(OF_A_USER, ROOT, NUMBA_CACHE_DIR=str(tmp_path))
     assert printed == "2 2\n" and "compiling" not in said
@@ -109,7 +133,6 @@ RELOADED = """
 import importlib, os, sys
 from ee_models import kernel_cache
 importlib.reload(kernel_cache)
-from tests.helpers.sweeps import sweep
 from ee_models.kernels.numba_narrow import count_bytes
 print(count_bytes(4, 64)[0])
 """
