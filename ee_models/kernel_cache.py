@@ -83,8 +83,8 @@ def _own_folder() -> str:
 
     atexit.register(remove)
     _log.warning(
-        "compiled kernels cannot be kept, neither beside %s nor in a cache of the user's: each process compiles"
-        " them anew, in a minute or two; set NUMBA_CACHE_DIR to a folder that may be written",
+        "compiled kernels cannot be kept, neither beside %s nor in a cache of the user's: each process"
+        " compiles them anew, in a minute or two; set NUMBA_CACHE_DIR to a folder that may be written",
         _ROOT,
     )
     return folder

@@ -115,7 +115,10 @@ class GoodputControl:
         self._round_index += rounds
         self._buffer.append(seen)
         self._rounds_of[choice.route, choice.plan] += rounds
-        self._probes.record_run(choice.route, self._round_index)
+        route = choice.route
+        if choice.is_probe and route is None and self._running is not None:
+            route = self._running.choice.route  # no row could speculate: it was tried, at the price of plain
+        self._probes.record_run(route, self._round_index)
         if choice.is_probe:
             self._count_probe(seen)
         elif choice.watches:

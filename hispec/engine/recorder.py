@@ -75,7 +75,7 @@ class Recorder:
         if not rows or (trace is None and isinstance(self.control, FixedControl)):
             return  # without a row it tells nothing: all have ended since, or their logits are no numbers
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
-            choice = Choice(None, flight.plan)
+            choice = Choice(None, flight.plan, is_probe=choice.is_probe)
         if choice.watches != flight.rows.watches:  # a round launched ahead of the host watches no exits
             choice = replace(choice, watches=flight.rows.watches)
         inputs = flight.rows.inputs

@@ -104,7 +104,8 @@ NOWHERE = """
 from numba.core import caching
 def ensure_cache_path(locator):
     raise PermissionError("read-only")
-caching._CacheLocator.ensure_cache_path = ensure_cache_path
+for kind in (caching.InTreeCacheLocator, caching.UserWideCacheLocator, caching.UserProvidedCacheLocator):
+    kind.ensure_cache_path = ensure_cache_path
 """
 
 
