@@ -189,8 +189,8 @@ class GoodputConfig(Settings):
     per_request        whether K and R of a request follow its own acceptance
     drafters           kinds of drafters to choose from; None = all that the settings allow: prompt lookup,
                        exits and hybrids if there are exits, the draft model that `draft` names
-    layers             exits to choose D and C from; None = the ones that `draft` and `check` name, and all
-                       trained ones
+    layers             exits to choose D and C from; None = all trained ones, where `draft` or `check` names
+                       one, else those that they name
     """
 
     latency: Annotated[str, Field(min_length=1)] | None = None

@@ -85,7 +85,9 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
 
 
 def exit_layers(speculative: SpeculativeConfig, trained: Collection[int]) -> list[int]:
-    """Layers of the exits to choose from."""
+    """Layers of the exits to choose from: those of `goodput.layers`; else the trained ones, if a tier names
+    one; else those that tiers name. Raises ConfigError for a layer without a trained exit where exits are
+    trained ones, and for a plan of both kinds, of which one would be left out."""
     goodput, named = speculative.goodput or GoodputConfig(), _named_layers(speculative)
     if goodput.layers is not None:
         missing = sorted(set(goodput.layers) - set(trained)) if uses_trained(speculative) else []
@@ -95,7 +97,15 @@ def exit_layers(speculative: SpeculativeConfig, trained: Collection[int]) -> lis
                 f" there are some at {sorted(trained)}"
             )
         return sorted(goodput.layers)
-    return sorted(trained) if uses_trained(speculative) else named
+    if not uses_trained(speculative):
+        return named
+    if missing := sorted(set(named) - set(trained)):
+        raise ConfigError(
+            "speculative: control='goodput' takes trained exits alone, or the model's own head alone; there"
+            f" is no trained exit at layer {missing[0]}, which a tier names; there are some at"
+            f" {sorted(trained)}"
+        )
+    return sorted(trained)
 
 
 def uses_trained(speculative: SpeculativeConfig) -> bool:

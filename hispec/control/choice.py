@@ -64,7 +64,8 @@ class Choice:
 
     route        index among the controller's routes; None = plain decoding
     plan         a plan of the route: K and R of the round, the most that any row has
-    most_drafts  {request number: K} of requests whose K is not the plan's; 0 = plain decoding
+    usual        the plan with K and R of requests that have none of their own; None = `plan` itself
+    most_drafts  {request number: K} of requests whose K is not the usual one; 0 = plain decoding
     most_checks  {request number: R}, likewise
     watches      whether exits that are not in use are read too, as shadows
     is_probe     whether it was chosen to learn, not for its speed
@@ -72,17 +73,26 @@ class Choice:
 
     route: int | None = None
     plan: Plan = PLAIN
+    usual: Plan | None = None
     most_drafts: Mapping[int, int] = field(default_factory=dict)
     most_checks: Mapping[int, int] = field(default_factory=dict)
     watches: bool = False
     is_probe: bool = False
 
+    def num_drafts(self, number: int) -> int:
+        """K of request `number`."""
+        return self.most_drafts.get(number, (self.usual or self.plan).num_draft_tokens)
+
+    def num_checks(self, number: int) -> int:
+        """R of request `number`."""
+        return self.most_checks.get(number, (self.usual or self.plan).num_checks)
+
     def window(self, number: int) -> int:
         """Positions that the round may process for request `number`."""
-        if number not in self.most_drafts and number not in self.most_checks:
+        if self.usual is None and number not in self.most_drafts and number not in self.most_checks:
             return self.plan.window
-        num_drafts = self.most_drafts.get(number, self.plan.num_draft_tokens)
-        return self.most_checks.get(number, self.plan.num_checks) * (num_drafts + 1) if num_drafts else 1
+        num_drafts = self.num_drafts(number)
+        return self.num_checks(number) * (num_drafts + 1) if num_drafts else 1
 
 
 @dataclass(frozen=True)

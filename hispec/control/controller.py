@@ -115,10 +115,10 @@ class GoodputControl:
         self._round_index += rounds
         self._buffer.append(seen)
         self._rounds_of[choice.route, choice.plan] += rounds
-        route = choice.route
-        if choice.is_probe and route is None and self._running is not None:
-            route = self._running.choice.route  # no row could speculate: it was tried, at the price of plain
-        self._probes.record_run(route, self._round_index)
+        self._probes.record_run(choice.route, self._round_index)
+        probed = None if self._running is None else self._running.choice.route
+        if choice.is_probe and choice.route is None and probed is not None:
+            self._probes.record_nothing(probed, self._round_index)
         if choice.is_probe:
             self._count_probe(seen)
         elif choice.watches:

@@ -167,7 +167,7 @@ class Forecaster:
             return selection
         return replace(
             selection,
-            choice=Choice(route, sizes.plan, sizes.most_drafts, sizes.most_checks),
+            choice=Choice(route, sizes.plan, sizes.usual, sizes.most_drafts, sizes.most_checks),
             extras_ratio=extras / max(float(forecast.extras[index]), 1e-9),
             milliseconds=milliseconds,
             tokens_per_s=tokens_per_s,

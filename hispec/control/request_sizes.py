@@ -23,13 +23,15 @@ class RequestSizes:
     """A batch's plan with K and R of its own for each request.
 
     plan                     with the largest K and R of any request
-    most_drafts, most_checks {request number: K or R} where they differ from the plan's
+    usual                    with the batch's K and R, which requests have that join before the next decision
+    most_drafts, most_checks {request number: K or R} where they differ from the usual ones
     widths                   of the batch with these sizes (one entry)
     uniform_widths           of the batch if all requests had the batch's sizes
     cycles                   mean R
     """
 
     plan: Plan
+    usual: Plan
     most_drafts: dict[int, int]
     most_checks: dict[int, int]
     widths: Widths
@@ -69,8 +71,9 @@ def size_requests(
     own = np.where(may, kept, 0.0).mean(axis=0)[None]
     return RequestSizes(
         limits.plan(most, most_checks),
-        _different(numbers, drafts, most),
-        _different(numbers, checks, most_checks),
+        plan,
+        _different(numbers, drafts, num_drafts),
+        _different(numbers, checks, plan.num_checks),
         replace(one, computed=one.computed * share, looked=one.looked * share, kept=own),
         replace(one, kept=uniform),
         float(checks.mean()),

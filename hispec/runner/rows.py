@@ -104,5 +104,5 @@ def _inputs_of(request: Request, choice: Choice, limit: int) -> tuple[int, ...]:
     """In the order of Input; limit: places that there are blocks for."""
     start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
     cap = min(limit, request.cap(choice.window(request.number)))
-    drafts = choice.most_drafts.get(request.number, choice.plan.num_draft_tokens)
+    drafts = choice.num_drafts(request.number)
     return request.token_ids[-1], start, cap, room, drafts

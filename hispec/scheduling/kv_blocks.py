@@ -109,7 +109,7 @@ class KVBlocks:
             table, num_cached = self._pool.allocate(request.token_ids[:-1])
         # Both at once: after an interrupt, blocks beside another length would pass for computed.
         request.table, request.num_computed = table, num_cached
-        if not self.extend(request, num_positions):
+        if not (self._has_room(request, num_positions) and self.extend(request, num_positions)):
             self._pool.free(request.table)
             return None
         request.gaps.clear()  # prefill writes all KV, and published blocks have no gaps
@@ -135,10 +135,19 @@ class KVBlocks:
         if self._offload is not None:  # whatever is known here: an interrupt may have come in between
             self._offload.drop(request)
 
+    def _has_room(self, request: Request, num_positions: int) -> bool:
+        """Whether there are blocks for it, if all other paused requests were evicted: else none is, for
+        nothing."""
+        num_missing = self._pool.blocks_for(num_positions) - len(request.table.blocks)
+        if num_missing <= self._pool.num_available:
+            return True
+        others = [other for other in self._paused.values() if other is not request]
+        return num_missing <= self.num_available(others, set())
+
     def _resume(self, request: Request, num_positions: int) -> bool:
         """Extends the blocks of a paused or offloaded request and restores its KV. False, and the request
         unchanged, if there are not enough blocks."""
-        if not self.extend(request, num_positions):
+        if not (self._has_room(request, num_positions) and self.extend(request, num_positions)):
             return False
         if request.number not in self._paused:
             assert self._offload is not None

@@ -134,8 +134,9 @@ class Replica(BatchState):
             requests = rows["request"].tolist()
             choice = self.control.choose(requests, int(rows["length"].sum()))
             self._set_choice(choice)
-            for name, own in (("num_drafts", choice.most_drafts), ("num_checks", choice.most_checks)):
-                rows[name] = [own.get(request, -1) for request in requests] if own else -1
+            is_one = choice.usual is None and not (choice.most_drafts or choice.most_checks)
+            for name, of in (("num_drafts", choice.num_drafts), ("num_checks", choice.num_checks)):
+                rows[name] = -1 if is_one else [of(request) for request in requests]
         self._order[: self.num_running] = self.prefill_order()
         self._max_rounds = MANY if self._is_fixed else min(self.control.rounds_left, _ROUNDS_PER_RUN)
         if self.policy.preempts and self.waiting:

@@ -130,6 +130,20 @@ def test_one_failing_drafter_does_not_end_the_others(
     assert engine.stats()["drafter_failures"] > stats["drafter_failures"]
 
 
+def test_a_probe_in_which_no_row_may_speculate_is_told_as_one(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would cost nothing, and be due again at once, for ever."""
+    engine = controlled(tiny_decoder, EXITS)
+    control, seen = engine._recorder.control, []
+    observe = control.observe
+    monkeypatch.setattr(control, "observe", lambda each: (seen.append(each), observe(each)))
+    run(engine, PROMPTS[:4], SamplingParams(temperature=0.0, max_tokens=20, speculative=False))
+    assert {(each.choice.route, each.choice.plan) for each in seen} == {(None, Plan())}
+    stats, probed = engine.stats()["control"], [each.rounds for each in seen if each.choice.is_probe]
+    assert stats["start_rounds"] + stats["probe_rounds"] == sum(probed) > 0
+
+
 def test_what_was_learnt_is_there_when_a_plan_comes_back(tiny_decoder: Decoder) -> None:
     engine = controlled(tiny_decoder, EXITS)
     settings = [SpeculativeConfig(**EXITS | {"num_draft_tokens": size}) for size in range(1, 9)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hispec.config import PLAIN, GoodputConfig
-from hispec.control.choice import Route
+from hispec.control.choice import Choice, Route
 from hispec.control.controller import GoodputControl
 from hispec.control.probes import Probes, ShadowSchedule
 from hispec.latency.model import LatencyModel, Linear
@@ -347,16 +347,23 @@ def test_requests_get_drafts_in_proportion_to_what_they_make_of_them() -> None:
     )
     machine.run(control, range(4), 400)
     sizes: dict[int, list[int]] = {number: [] for number in range(4)}
+    was_raised = False
     for _ in range(300):
         choice = control.choose(range(4), 1200)
         for number, of_request in sizes.items():
-            of_request.append(choice.most_drafts.get(number, choice.plan.num_draft_tokens))
+            of_request.append(choice.num_drafts(number))
         assert (
             choice.route is None
             or choice.is_probe
             or max(size[-1] for size in sizes.values()) <= choice.plan.num_draft_tokens
         )
         control.observe(machine.round(choice, range(4)))
+        # Who joins before the next decision is new: nothing is known of what it makes of more.
+        usual = choice.usual or choice.plan
+        assert (choice.num_drafts(99), choice.num_checks(99)) == (usual.num_draft_tokens, usual.num_checks)
+        assert choice.window(99) == usual.window
+        was_raised |= usual.num_draft_tokens < choice.plan.num_draft_tokens
+    assert was_raised
     means = [float(np.mean(of_request)) for of_request in sizes.values()]
     assert means[0] > 1.15 * means[1] > 0.0
     assert means[3] < 0.5 * means[1]
@@ -390,8 +397,19 @@ def test_requests_of_three_tiers_get_checks_in_proportion_too() -> None:
         if not (choice := control.choose(range(3), 900)).is_probe
         or control.observe(machine.round(choice, range(3)))
     )
-    checks = [choice.most_checks.get(number, choice.plan.num_checks) for number in range(3)]
+    checks = [choice.num_checks(number) for number in range(3)]
     assert checks[0] > checks[2] >= 1
+
+
+def test_where_no_row_may_speculate_it_does_not_probe_for_ever() -> None:
+    """What is chosen comes back as plain decoding, a probe like anything else."""
+    machine, control = Machine(ROUTES, cpu_like(), LAWS), made(ROUTES)
+    for _ in range(3000):
+        choice = control.choose(range(8), 1200)
+        plain = Choice(None, PLAIN, is_probe=choice.is_probe)
+        control.observe(replace(machine.round(plain, range(8)), choice=plain))
+    counts = control.stats()
+    assert counts["probes"] * 20 < counts["rounds"] == 3000 and counts["decisions"] * 5 < 3000
 
 
 def test_where_shapes_are_static_a_plan_is_not_shared_out() -> None:

@@ -51,7 +51,7 @@ class Restless:
         some = [number for number in numbers if chance.random() < 0.4]
         caps = {number: chance.randint(0, num_drafts) for number in some}
         checks = {number: chance.randint(1, num_checks) for number in some if chance.random() < 0.5}
-        return self._kept(Choice(index, route.plan(num_drafts, num_checks), caps, checks, watches))
+        return self._kept(Choice(index, route.plan(num_drafts, num_checks), None, caps, checks, watches))
 
     def _kept(self, choice: Choice) -> Choice:
         self.choices.append(choice)

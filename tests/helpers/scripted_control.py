@@ -96,13 +96,13 @@ class Machine:
         verified: list[tuple[int, int, int, int, int]] = []
         tokens = rows if choice.route is None else 0
         if choice.route is not None:
-            route, law, plan = self.routes[choice.route], self.laws[choice.route], choice.plan
+            route, law = self.routes[choice.route], self.laws[choice.route]
             for number in numbers:
                 odds = np.exp(self.request(number))
                 kept_chance = law.kept * odds / (1 - law.kept + law.kept * odds)
                 cap, checks = (
-                    choice.most_drafts.get(number, plan.num_draft_tokens),
-                    choice.most_checks.get(number, plan.num_checks),
+                    choice.num_drafts(number),
+                    choice.num_checks(number),
                 )
                 tentative, went_on, asked = 0, -1, 0
                 for cycle in range(checks):

@@ -195,6 +195,19 @@ def test_a_request_that_loses_its_row_keeps_its_blocks_and_goes_on_where_it_was(
     assert (scheduler.num_preemptions, scheduler.kv.num_kept, scheduler.num_cached_tokens) == (1, 0, 0)
 
 
+def test_nobody_loses_his_blocks_for_one_that_does_not_get_in_all_the_same() -> None:
+    scheduler = make_scheduler(Ranks({0: 0.0, 1: 5.0}), num_blocks=10, rows=1)
+    small = add(scheduler, 1, num_prompt=7)
+    assert step(scheduler) == [1]
+    add(scheduler, 0, num_prompt=19)
+    assert step(scheduler) == [0]
+    blocks, large = list(small.table.blocks), make_request(2, 24)
+    assert blocks and scheduler.kv.admit(large, 24) is None
+    assert small.table.blocks == blocks and scheduler.kv.paused == [small] and not large.table.blocks
+    assert scheduler.kv.admit(large, 20) == 0 and len(large.table.blocks) == 5
+    assert not small.table.blocks and not scheduler.kv.paused
+
+
 def test_one_that_starts_over_takes_nothing_from_the_prefix_cache() -> None:
     scheduler = make_scheduler(Ranks({0: 0.0, 1: 5.0, 2: 1.0}), rows=2, caches=True)
     add_same(scheduler, 0)
