@@ -141,7 +141,8 @@ class Drafter:
         return kind.join is not Drafter.join or kind.follow is Drafter.follow
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
-        """Called when a request has ended with this output."""
+        """Called when a request has ended by itself with this output. One that was aborted, or ended with an
+        error, is gone once `follow` names it no more."""
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Called with prompt tokens [tokens] that the trunk has just computed, at the same positions and

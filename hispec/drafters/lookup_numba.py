@@ -54,7 +54,8 @@ class Texts(NamedTuple):
 
 def make_texts(count: int, capacity: int, num_sizes: int) -> Texts:
     slots = 1 << (2 * capacity).bit_length()  # more than twice the n-grams
-    # Zeros, not empty or filled: pages that no text reaches are never mapped.
+    # Zeros, not empty or filled: what no row uses is never mapped. A row that is used soon has all of its
+    # tables, whose slots are spread by a hash.
     tokens, tables = np.zeros((count, capacity), np.int32), np.zeros((count, num_sizes, slots), np.int64)
     return Texts(tokens, np.zeros(count, np.int64), np.zeros(count, np.int64), tables, np.zeros(1, np.int64))
 
@@ -159,7 +160,7 @@ class LookupIndex(Lookup):
 
     @property
     def num_bytes(self) -> int:
-        """Memory reserved; the system maps only the pages that texts reach."""
+        """Memory reserved; the system maps what rows use."""
         return self._texts.num_bytes + self._store.num_bytes
 
     @property
