@@ -3,6 +3,7 @@ line that names them; never with another error, never for long, and nothing of t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -29,6 +30,7 @@ from hispec import ConfigError
 from hispec.jobs.load import load_job
 from hispec.loading.ee_packages import package_checkpoint
 from tests.helpers.adapters import make_exits
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.tiny_gguf import BYTE_LEVEL, write_gguf
 
@@ -508,10 +510,14 @@ def test_yaml_may_hold_anything(tmp_path: Path, pieces: list[str], begins: bool)
         assert str(path) in str(error) and len(str(error)) < 3000
 
 
-@pytest.mark.parametrize(
-    "opening", ["[", "{a: ", "- ", "? ", "a:\n ", "&a [", "!x ", "{? [", "'", "> \n", "[[]", "- - "]
+@sweep(
+    "opening, count",
+    itertools.product(
+        ["[", "{a: ", "- ", "? ", "a:\n ", "&a [", "!x ", "{? [", "'", "> \n", "[[]", "- - "],
+        [100, 30_000, 1000],
+    ),
+    2,
 )
-@pytest.mark.parametrize("count", [100, 1000, 30_000])
 def test_yaml_may_be_nested_as_deeply_as_it_likes(tmp_path: Path, opening: str, count: int) -> None:
     path = tmp_path / "job.yaml"
     for text in (opening * count, JOB + "sampling: " + opening * count):

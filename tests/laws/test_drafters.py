@@ -150,18 +150,21 @@ def test_finish_at_every_length(
 FEW_BLOCKS = {"num_kv_blocks": 14}
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        FEW_BLOCKS,
-        FEW_BLOCKS | {"swap_bytes": 0},
-        {"max_prefill_tokens": 5, "max_num_seqs": 2},
-        {"block_size": 3},
-    ],
+@sweep(
+    "name, sizes",
+    itertools.product(
+        [name for name in ALL if "model" in name],
+        [
+            {},
+            FEW_BLOCKS,
+            FEW_BLOCKS | {"swap_bytes": 0},
+            {"max_prefill_tokens": 5, "max_num_seqs": 2},
+            {"block_size": 3},
+        ],
+    ),
+    2,
     ids=str,
 )
-@pytest.mark.parametrize("name", [name for name in ALL if "model" in name])
 def test_a_draft_model_that_is_the_target_is_always_right(
     tiny_decoder: Decoder, expected: list[list[int]], name: str, sizes: dict[str, Any]
 ) -> None:

@@ -95,7 +95,7 @@ def test_a_round_by_itself_is_one_call_too(tiny_decoder: Decoder, name: str) -> 
         assert not calls
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@sweep("name", COMPILED, 2)
 def test_a_row_alone_has_the_counts_the_tiers_and_the_kv_of_single_rounds(
     tiny_decoder: Decoder, name: str
 ) -> None:
