@@ -99,10 +99,11 @@ def exit_layers(speculative: SpeculativeConfig, trained: Collection[int]) -> lis
         return sorted(goodput.layers)
     if not uses_trained(speculative):
         return named
-    if missing := sorted(set(named) - set(trained)):
+    own_head = sorted(set(named) - set(speculative.trained_layers().values()))
+    if own_head and speculative.control == "goodput":
         raise ConfigError(
-            "speculative: control='goodput' takes trained exits alone, or the model's own head alone; there"
-            f" is no trained exit at layer {missing[0]}, which a tier names; there are some at"
+            "speculative: control='goodput' takes trained exits alone, or the model's own head alone, and"
+            f" tiers name both: the exit at layer {own_head[0]} is no trained one; there are some at"
             f" {sorted(trained)}"
         )
     return sorted(trained)

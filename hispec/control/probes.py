@@ -50,9 +50,10 @@ class Probes:
         self._tried_at[at], self._bar[at] = round_index, _FIRST_BAR * self._window
 
     def record_nothing(self, route: int, round_index: int) -> None:
-        """A probe of the route has run plain rounds: no row could speculate, or its drafter failed. It is
-        not tried again at once, round after round."""
-        self._tried_at[route] = round_index
+        """A probe of the route has run plain rounds: no row could speculate, or its drafter failed. Not a
+        try, but for a while there is no other."""
+        until = round_index + _AGAIN * self._window
+        self._barred_until[route] = max(self._barred_until[route], until)
 
     def record_failure(self, route: int, round_index: int) -> None:
         """The route's drafter failed: bars the route for a while. Not a try: no round of it has run."""

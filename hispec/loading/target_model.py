@@ -30,8 +30,8 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
         )
     try:
         expanded(model).exists()
-    except OSError as error:
-        raise ConfigError(f"model={shown(str(model))} is no name of a file: {error.strerror}") from None
+    except OSError as error:  # a name too long for a file, or a folder that may not be entered
+        raise ConfigError(f"model={shown(str(model))} cannot be looked for: {error.strerror}") from None
     try:
         # A Path is no known name.
         by_name = isinstance(model, str) or holds_package(model)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 _GROUP = Path("/sys/fs/cgroup")  # a container's own
-# Of it, by the two versions that Linux has: its folder, the limit there, what is used, and how much of that
-# `memory.stat` calls cached files that nobody has lately read.
+# Of it, by the two versions that Linux has: its folder, the limit there, what is used, and what `memory.stat`
+# calls the cached files among that, which the kernel could free for us.
 _LIMITS = (
-    (".", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    (".", "max", "current", ("inactive_file", "active_file")),
+    ("memory", "limit_in_bytes", "usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 
@@ -59,12 +59,12 @@ def _free_of_host() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _left_of_limit(folder: str, limit: str, used: str, cached: str) -> int | None:
+def _left_of_limit(folder: str, limit: str, used: str, cached: Sequence[str]) -> int | None:
     """Of what a container may use, what it does not, files that are cached left out; None = no limit."""
     place = _GROUP / folder
     try:
-        most, now = (int((place / name).read_text(encoding="ascii")) for name in (limit, used))
-        return max(0, most - now + _number_of(place / "memory.stat", cached))
+        most, now = (int((place / f"memory.{name}").read_text(encoding="ascii")) for name in (limit, used))
+        return max(0, most - now + sum(_number_of(place / "memory.stat", name) for name in cached))
     except (OSError, ValueError, StopIteration):  # "max", or no such file
         return None
 

@@ -397,6 +397,7 @@ class Dispatcher:
     def _fail(self, error: Exception) -> None:
         """From now on nothing comes."""
         self.failure = error
+        self._vacant.clear()  # nobody fills them any more
         for worker in self._workers:
             for call in worker.calls:
                 call.end_for(worker)

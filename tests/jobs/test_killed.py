@@ -81,6 +81,5 @@ def test_a_killed_job_ends_with_every_row_once(
     kill_and_finish(tmp_path, tiny_path, kills, 7, order, workers)
 
 
-@pytest.mark.slow
 def test_a_job_that_is_killed_once_ends_with_every_row_once(tmp_path: Path, tiny_path: Path) -> None:
     kill_and_finish(tmp_path, tiny_path, 1, 3, "finished", 1)

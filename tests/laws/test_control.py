@@ -394,7 +394,7 @@ def test_what_is_observed_adds_up(engine_of: Make, max_run_ms: float) -> None:
         ),
         (
             {"draft": {"kind": "adapter", "layer": 4}, "check": {"kind": "exit", "layer": 6}},
-            "takes trained exits alone.*no trained exit at layer 6, which a tier names; there are some at",
+            "takes trained exits alone.*the exit at layer 6 is no trained one; there are some at",
         ),
         ({"goodput": {"layers": [9]}}, "not an early exit of a model of 9 layers"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from ee_models.kernels import numba_narrow
 from hispec import LLM, SamplingParams
@@ -56,7 +58,17 @@ def test_outputs_do_not_depend_on_it(tiny_path: Path, name: str) -> None:
             assert outputs_of(tiny_path, SETTINGS[name]) == wanted, dtype
 
 
-def test_what_is_measured_is_written_within_its_bounds() -> None:
-    """By address: numbers of half the size would have half the room."""
+def test_what_is_measured_by_address_has_the_size_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of half the size would have half the room."""
+    made = []
+
+    def noted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *size, **options: made.append(make(*size, **options)) or made[-1]
+
+    for name in ("zeros", "empty"):
+        monkeypatch.setattr(torch, name, noted(getattr(torch, name)))
+    monkeypatch.setattr(numba_narrow, "split_tokens", lambda *_: None)
+    monkeypatch.setattr(numba_narrow, "multiply", lambda *_: None)
     with default(torch.bfloat16):
         assert numba_narrow.look_ahead.__wrapped__() in numba_narrow._AHEAD
+    assert {each.dtype for each in made} == {torch.uint8, torch.float32}

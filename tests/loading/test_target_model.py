@@ -199,5 +199,5 @@ def test_a_kv_cache_dtype_that_there_is_not_is_refused() -> None:
 
 
 def test_a_name_that_no_file_can_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model='tell me .* is no name of a file: File name too long"):
+    with pytest.raises(ConfigError, match=r"^model='tell me .* cannot be looked for: File name too long"):
         open_model("tell me a story. " * 100)

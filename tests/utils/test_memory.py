@@ -25,21 +25,21 @@ def write(folder: Path, **files: str) -> None:
 
 def test_without_a_limit_it_is_what_the_host_has(group: Path) -> None:
     assert memory.free_memory_bytes() == 10_000
-    write(group, max="max", current="300", stat="inactive_file 20")
+    write(group, max="max", current="300", stat="inactive_file 20\nactive_file 0")
     assert memory.free_memory_bytes() == 10_000
 
 
 def test_a_container_has_what_it_does_not_use_and_cached_files_take(group: Path) -> None:
     write(group, max="4000", current="1500", stat="anon 900\nfile 600\ninactive_file 200\nactive_file 400")
-    assert memory.free_memory_bytes() == 2700
+    assert memory.free_memory_bytes() == 3100
     write(group, max="1000000")
     assert memory.free_memory_bytes() == 10_000
-    write(group, max="1000")
+    write(group, max="900")
     assert memory.free_memory_bytes() == 0
 
 
 def test_the_older_version_of_limits_counts_as_well(group: Path) -> None:
-    stat = "inactive_file 1\ntotal_inactive_file 100"
+    stat = "inactive_file 1\ntotal_inactive_file 60\ntotal_active_file 40"
     write(group / "memory", limit_in_bytes="5000", usage_in_bytes="1000", stat=stat)
     assert memory.free_memory_bytes() == 4100
     write(group / "memory", limit_in_bytes="9223372036854771712")

@@ -125,6 +125,8 @@ def test_a_vacant_place_is_looked_at_when_it_is_time(monkeypatch: pytest.MonkeyP
         for until, least, most in ((1.0, 0.0, 1.0), (1e6, rare, rare), (-1.0, 0.0, 0.0)):
             dispatcher._vacant[0] = Vacancy(1.0, time.monotonic() + until)
             assert least <= dispatcher._at_most_s() <= most
+        dispatcher._fail(WorkerError("none is left"))
+        assert dispatcher._at_most_s() == rare, "nobody fills places any more"
     finally:
         dispatcher._vacant.clear()
         dispatcher.close()

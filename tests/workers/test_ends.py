@@ -27,6 +27,7 @@ from hispec.workers.messages import Setup
 from hispec.workers.shares import make_shares
 from hispec.workers.start import start_of
 from tests.helpers.interrupts import Interrupts
+from tests.helpers.sweeps import sweep
 from tests.workers.support import SMALL, all_pids, is_alive, linux, pool, wait_until, worker_pids
 from tests.workers.test_outputs import GREEDY, PROMPTS, generate, plain
 
@@ -82,8 +83,7 @@ def test_an_llm_that_nobody_holds_leaves_no_process(tiny_path: Path) -> None:
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["ends", "waits"])
+@sweep("ending", ["ends", "waits"], "ends".__eq__)
 def test_the_end_of_the_program_ends_all_processes(tiny_path: Path, ending: str) -> None:
     """By itself without close(), or by kill -9."""
     program = subprocess.Popen(
