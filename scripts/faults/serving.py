@@ -7,6 +7,34 @@ from .suites import CLOCKS, CONTROL, NUMBERS, RUNS, STAGES, STATIC
 
 FAULTS = (
     Fault(
+        "a container's cached files count as memory that is gone",
+        "hispec/utils/memory.py",
+        'most - now + sum(_number_of(place / "memory.stat", name) for name in cached)',
+        "most - now",
+        ("tests/utils/test_memory.py",),
+    ),
+    Fault(
+        "trace: the last rounds of a program that does not close are lost",
+        "hispec/trace/writer.py",
+        "    _write(lines, groups)\n    lines.close()",
+        "    lines.close()",
+        ("tests/trace/test_trace.py",),
+    ),
+    Fault(
+        "paused requests lose their blocks for one that does not get in all the same",
+        "hispec/scheduling/kv_blocks.py",
+        "return num_missing <= self.num_available(others, set())",
+        "return True",
+        ("tests/scheduling/test_scheduler.py",),
+    ),
+    Fault(
+        "control: a request that joins between decisions gets the largest K of any",
+        "hispec/control/choice.py",
+        "(self.usual or self.plan).num_draft_tokens",
+        "self.plan.num_draft_tokens",
+        ("tests/control/test_controller.py",),
+    ),
+    Fault(
         "blocks of a prefix that others hold are needed once more",
         "hispec/scheduling/scheduler.py",
         "num_needed += self._pool.blocks_for(request.round_end(window)) - len(first)",
