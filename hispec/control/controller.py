@@ -116,9 +116,6 @@ class GoodputControl:
         self._buffer.append(seen)
         self._rounds_of[choice.route, choice.plan] += rounds
         self._probes.record_run(choice.route, self._round_index)
-        probed = None if self._running is None else self._running.choice.route
-        if choice.is_probe and choice.route is None and probed is not None:
-            self._probes.record_nothing(probed, self._round_index)
         if choice.is_probe:
             self._count_probe(seen)
         elif choice.watches:
@@ -159,6 +156,8 @@ class GoodputControl:
     def _count_probe(self, seen: Observation) -> None:
         self._counts["start_rounds" if self._probes.is_start else "probe_rounds"] += seen.rounds
         probe, selected = self._running, self._selected
+        if probe is not None and probe.choice.route is not None and seen.choice.route is None:
+            self._probes.record_nothing(probe.choice.route, self._round_index)
         if probe is not None and selected is not None:
             ms = seen.seconds * 1e3 / seen.rounds if seen.seconds > 0.0 else probe.milliseconds
             self._probes.spend(seen.rounds, ms / max(selected.milliseconds, 1e-9))

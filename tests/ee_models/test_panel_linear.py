@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ee_models.kernels.threads import KernelThreads
 from tests.helpers.guarded import runs_within_bounds
-from tests.helpers.support import threads
+from tests.helpers.support import default_dtype, threads
 from tests.helpers.vector_width import load_with_vectors_of
 
 MODULES = ["ee_models.kernels.numba_gemm", "ee_models.panel_linear"]
@@ -75,11 +75,8 @@ def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType]) -> Non
 def test_the_default_dtype_of_the_process_does_not_matter(modules: list[ModuleType]) -> None:
     panel_linear, (weight, x) = modules[1], (randn(33, 7), randn(5, 7))
     expected = panel_linear.PanelLinear(weight, None, KernelThreads())(x)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         assert torch.equal(panel_linear.PanelLinear(weight, None, KernelThreads())(x), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_inputs_of_another_width_or_dtype_are_refused(modules: list[ModuleType]) -> None:

@@ -110,6 +110,17 @@ def run_through_interrupts(
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The process's, of tensors that say none."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def threads(count: int) -> Iterator[None]:
     """Torch computes on so many threads, however many the machine has."""
     before = torch.get_num_threads()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ee_models.kernels import numba_narrow
 from hispec import LLM, SamplingParams
+from tests.helpers.support import default_dtype
 from tests.helpers.sweeps import sweep
 
 PROMPTS = [[5, 6, 7], [9, 9, 9, 9, 9, 9], [3, 1, 4, 1, 5]]
@@ -34,16 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def outputs_of(path: Path, settings: dict[str, Any]) -> list[Any]:
     with LLM(str(path), max_model_len=64, num_kv_blocks=32, dtype="float32", **settings) as llm:
         done = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -54,7 +44,7 @@ def outputs_of(path: Path, settings: dict[str, Any]) -> list[Any]:
 def test_outputs_do_not_depend_on_it(tiny_path: Path, name: str) -> None:
     wanted = outputs_of(tiny_path, SETTINGS[name])
     for dtype in (torch.bfloat16, torch.float64):
-        with default(dtype):
+        with default_dtype(dtype):
             assert outputs_of(tiny_path, SETTINGS[name]) == wanted, dtype
 
 
@@ -69,6 +59,6 @@ def test_what_is_measured_by_address_has_the_size_that_is_told(monkeypatch: pyte
         monkeypatch.setattr(torch, name, noted(getattr(torch, name)))
     monkeypatch.setattr(numba_narrow, "split_tokens", lambda *_: None)
     monkeypatch.setattr(numba_narrow, "multiply", lambda *_: None)
-    with default(torch.bfloat16):
+    with default_dtype(torch.bfloat16):
         assert numba_narrow.look_ahead.__wrapped__() in numba_narrow._AHEAD
     assert {each.dtype for each in made} == {torch.uint8, torch.float32}

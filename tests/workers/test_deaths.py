@@ -118,7 +118,8 @@ def test_aborting_all_of_many_requests_looks_at_each_a_few_times() -> None:
 
 
 def test_a_vacant_place_is_looked_at_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = Dispatcher(Nothing(), [], 0, lambda *_: None, None, 600.0)  # type: ignore
+    launcher: Any = Nothing()
+    dispatcher = Dispatcher(launcher, [], 0, lambda *_: None, None, 600.0)
     try:
         rare = dispatcher._at_most_s()
         assert rare == interval_of(600.0) > 1.0
