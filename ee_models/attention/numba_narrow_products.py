@@ -22,39 +22,71 @@ from ..kernel_cache import njit
 from ..kernels import numba_pairs, numba_tiles
 from ..kernels.numba_bfloat16 import COLUMNS, GROUP
 from ..kernels.numba_tiles import HAS_TILES
-from ..kernels.numba_vectors import INT, NONE, ROWS, WIDTH, copy_numbers, load, prefetch, store
+from ..kernels.numba_vectors import (
+    FLOAT,
+    INT,
+    INT32,
+    NONE,
+    ROWS,
+    VECTOR,
+    WIDTH,
+    copy_numbers,
+    for_count,
+    load,
+    prefetch,
+    rows_of,
+    shuffle,
+    spread,
+    store,
+)
 from ..kernels.threads import pointer
-from .numba_products import PAIRS, TILE, row_of_slot, transposed
+from .numba_products import PAIRS, TILE, row_at, transposed
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 _LINE, _HALF = 64, ir.IntType(16)
+_HALVES = [INT(4 * WIDTH * i) for i in range(2)]  # where vectors of a group's sums begin
+# Two lines of bfloat16, number beside number, as CPUs do it: of each lane of eight the first or last four.
+_TWO_VALUES = [
+    [lane + at + i // 2 + i % 2 * 2 * WIDTH for lane in range(0, 2 * WIDTH, 8) for i in range(8)]
+    for at in (0, 4)
+]
+# A group's sums, two vectors, in that order, and back.
+_DEALT = [[lane + i for lane in range(at, 2 * WIDTH, 8) for i in range(4)] for at in (0, 4)]
+_IN_ORDER = [
+    [lane + of + i for lane in range(at, at + WIDTH // 2, 4) for of in (0, WIDTH) for i in range(4)]
+    for at in (0, WIDTH // 2)
+]
 _HAS_PRODUCTS = HAS_TILES or numba_pairs.HAS_PAIRS
+# Whether keys and values of one block of queries are multiplied from where they lie: turned in the CPU's
+# vectors, which takes less time than to write them down as products read them, and to read that again.
+READS_PLACES = numba_pairs.HAS_PAIRS and not HAS_TILES
 QUERIES = numba_tiles.TILE if HAS_TILES else numba_pairs.BLOCK  # that are taken together, at most
 
 
 def _pack_keys_intrinsic(
-    _context: Any, keys: Any, slots: Any, num_dims: Any, out: Any, asked: Any, asked_slots: Any
+    _context: Any, keys: Any, places: Any, num_dims: Any, out: Any, asked: Any, asked_places: Any
 ) -> Any:
-    """out[p, j] = numbers 2 p and 2 p + 1 of keys[slots[j]] for WIDTH slots j, whole groups of GROUP numbers
-    of them; asks for asked[asked_slots[j]] meanwhile. keys and asked are ROWS, the others addresses."""
+    """out[p, j] = numbers 2 p and 2 p + 1 of the key at keys + places[j] for WIDTH j, whole groups of GROUP
+    numbers of them; asks for that at asked + asked_places[j] meanwhile. All are addresses."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         if not _HAS_PRODUCTS:
             return NONE
-        keys, slots, num_dims, out, asked, asked_slots = args
-        key_rows = [row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
-        asked_rows = [row_of_slot(builder, asked, asked_slots, INT(j)) for j in range(WIDTH)]
+        keys, places, num_dims, out, asked, asked_places = args
+        key_rows = [row_at(builder, keys, places, INT(j)) for j in range(WIDTH)]
+        asked_rows = [row_at(builder, asked, asked_places, INT(j)) for j in range(WIDTH)]
         with cgutils.for_range(builder, builder.udiv(num_dims, INT(GROUP))) as loop:
             offset = builder.mul(loop.index, INT(_LINE))
             for row in asked_rows:
                 prefetch(builder, row, offset)
-            columns = transposed(builder, [load(builder, row, offset, PAIRS) for row in key_rows])
             to = builder.add(out, builder.mul(loop.index, INT(_LINE * WIDTH)))
-            for p, column in enumerate(columns):
-                store(builder, column, to, INT(_LINE * p))
+            for at in range(0, _LINE, 16):
+                columns = transposed(builder, key_rows, builder.add(offset, INT(at)))
+                for p, column in enumerate(columns, at // 4):
+                    store(builder, column, to, INT(_LINE * p))
         return NONE
 
-    return types.none(ROWS, *(types.intp,) * 3, ROWS, types.intp), generate
+    return types.none(*(types.intp,) * 6), generate
 
 
 def _pack_two_values_intrinsic(
@@ -76,6 +108,106 @@ def _pack_two_values_intrinsic(
     return types.none(*(types.intp,) * 5), generate
 
 
+def _score_placed_intrinsic(
+    _context: Any,
+    num: Any,
+    queries: Any,
+    keys: Any,
+    places: Any,
+    num_dims: Any,
+    scores: Any,
+    asked: Any,
+    asked_places: Any,
+) -> Any:
+    """scores[i, j] = queries[i] . the key at keys + places[j], for 1 to QUERIES queries i and WIDTH j, as of
+    a tile that is packed; num_dims: whole groups of GROUP. queries and scores are ROWS; the rest as of
+    _pack_keys."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if not numba_pairs.HAS_PAIRS:
+            return NONE
+        num, queries, keys, places, num_dims, scores, asked, asked_places = args
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+
+        def block(count: int) -> None:
+            key_rows = [row_at(builder, keys, places, INT(j)) for j in range(WIDTH)]
+            asked_rows = [row_at(builder, asked, asked_places, INT(j)) for j in range(WIDTH)]
+            query_rows = rows_of(builder, queries, count)
+            totals = [cgutils.alloca_once_value(builder, zero) for _ in query_rows]
+            with cgutils.for_range(builder, builder.udiv(num_dims, INT(GROUP))) as loop:
+                offset = builder.mul(loop.index, INT(_LINE))
+                for row in asked_rows:
+                    prefetch(builder, row, offset)
+                for at in range(0, _LINE, 16):
+                    start = builder.add(offset, INT(at))
+                    for p, pairs in enumerate(transposed(builder, key_rows, start)):
+                        place = builder.add(start, INT(4 * p))
+                        for row, total in zip(query_rows, totals, strict=True):
+                            alike = spread(builder, load(builder, row, place, INT32))
+                            numba_pairs.add_products(builder, total, pairs, alike)
+            for row, total in zip(rows_of(builder, scores, count), totals, strict=True):
+                store(builder, builder.load(total), row, INT(0))
+
+        for_count(builder, num, QUERIES, block)
+        return NONE
+
+    return types.none(types.intp, ROWS, *(types.intp,) * 3, ROWS, *(types.intp,) * 2), generate
+
+
+def _accumulate_placed_intrinsic(
+    _context: Any,
+    num: Any,
+    weights: Any,
+    values: Any,
+    places: Any,
+    count: Any,
+    factors: Any,
+    sums: Any,
+    asked: Any,
+    asked_places: Any,
+    num_asked: Any,
+) -> Any:
+    """sums[i, :GROUP] = factors[i] * sums[i, :GROUP] + weights[i, j] * GROUP numbers at values + places[j],
+    for 1 to QUERIES queries i and `count` j, two after two, as of a tile that is packed; asks for those at
+    asked + asked_places[j] meanwhile, for as many j as there are of num_asked. weights, of bfloat16, and sums
+    are ROWS, the others addresses."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if not numba_pairs.HAS_PAIRS:
+            return NONE
+        num, weights, values, places, num_places, factors, sums, asked, asked_places, num_asked = args
+        halves = ir.VectorType(_HALF, 2 * WIDTH)
+        last_asked = builder.sub(num_asked, INT(1))
+
+        def find_parts(index: Any) -> list[Any]:
+            pair = [builder.add(builder.mul(index, INT(2)), INT(i)) for i in range(2)]
+            for j in pair:
+                wanted = builder.select(builder.icmp_signed("<", j, last_asked), j, last_asked)
+                prefetch(builder, row_at(builder, asked, asked_places, wanted), INT(0))
+            one, other = (load(builder, row_at(builder, values, places, j), INT(0), halves) for j in pair)
+            return [builder.bitcast(shuffle(builder, one, other, order), PAIRS) for order in _TWO_VALUES]
+
+        def block(count: int) -> None:
+            rows, totals = rows_of(builder, sums, count), []
+            for i, row in enumerate(rows):
+                factor = spread(builder, load(builder, factors, INT(4 * i), FLOAT))
+                low, high = (builder.fmul(load(builder, row, column), factor) for column in _HALVES)
+                dealt = [shuffle(builder, low, high, order) for order in _DEALT]
+                totals.append([cgutils.alloca_once_value(builder, each) for each in dealt])
+            num_pairs = builder.udiv(builder.add(num_places, INT(1)), INT(2))
+            numba_pairs.add_rows(builder, rows_of(builder, weights, count), num_pairs, find_parts, totals)
+            for row, its_totals in zip(rows, totals, strict=True):
+                low, high = (builder.load(total) for total in its_totals)
+                for column, order in zip(_HALVES, _IN_ORDER, strict=True):
+                    store(builder, shuffle(builder, low, high, order), row, column)
+
+        for_count(builder, num, QUERIES, block)
+        return NONE
+
+    signature = types.intp, ROWS, *(types.intp,) * 4, ROWS, *(types.intp,) * 3
+    return types.none(*signature), generate
+
+
 def _prefetch_intrinsic(_context: Any, place: Any) -> Any:
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         prefetch(builder, args[0], INT(0))
@@ -87,6 +219,8 @@ def _prefetch_intrinsic(_context: Any, place: Any) -> Any:
 _pack_keys: Any = intrinsic(_pack_keys_intrinsic)
 _pack_two_values: Any = intrinsic(_pack_two_values_intrinsic)
 _prefetch: Any = intrinsic(_prefetch_intrinsic)
+_score_placed: Any = intrinsic(_score_placed_intrinsic)
+_accumulate_placed: Any = intrinsic(_accumulate_placed_intrinsic)
 
 
 @njit(**_OPTIONS)
@@ -97,39 +231,37 @@ def pack_queries(queries: Any, out: Any) -> None:
 
 
 @njit(**_OPTIONS)
-def pack_keys(keys: Any, head_dim: int, slots: Any, count: int, out: Any, asked: Any) -> None:
-    """Keys of `count` slots, and of as many more as make a multiple of WIDTH, in out [TILE / 16, dims / 2,
-    16, 2] int16, whose dims from head_dim on are zeros; keys: ROWS of one head. asked: keys, slots and their
-    count of what is asked for meanwhile."""
-    asked_keys, asked_slots, num_asked = asked
-    whole, (first, stride) = head_dim // GROUP * GROUP, keys
+def pack_keys(keys: int, head_dim: int, places: Any, count: int, out: Any, asked: Any) -> None:
+    """Keys at `count` places from the address `keys` on, and at as many more as make a multiple of WIDTH, in
+    out [TILE / 16, dims / 2, 16, 2] int16, whose dims from head_dim on are zeros. asked: address, places and
+    their count of what is asked for meanwhile."""
+    asked_keys, asked_places, num_asked = asked
+    whole = head_dim // GROUP * GROUP
     for j in range(0, count, WIDTH):
-        own = slots.ctypes.data + j * slots.strides[0]
-        others = asked_slots.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * slots.strides[0]
+        own = places.ctypes.data + j * places.strides[0]
+        others = asked_places.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * places.strides[0]
         part = out[j // WIDTH]
         _pack_keys(keys, own, head_dim, part.ctypes.data, asked_keys, others)
         if whole < head_dim:
             for k in range(WIDTH):
-                key = carray(pointer(first + slots[j + k] * stride), head_dim, np.int16)
+                key = carray(pointer(keys + places[j + k]), head_dim, np.int16)
                 for d in range(whole, head_dim):
                     part[d // 2, k, d % 2] = key[d]
 
 
 @njit(**_OPTIONS)
-def pack_values(values: Any, head_dim: int, slots: Any, count: int, out: Any, asked: Any) -> None:
-    """Values of `count` slots, and zeros up to TILE, in out [dims / 16, TILE / 2, 16, 2] int16, whose dims
-    from head_dim on are zeros. As pack_keys else."""
-    (first, stride), ((asked_values, asked_stride), asked_slots, num_asked) = values, asked
+def pack_values(values: int, head_dim: int, places: Any, count: int, out: Any, asked: Any) -> None:
+    """Values at `count` places, after an odd one once more that of the last, and zeros up to TILE, in out
+    [dims / 16, TILE / 2, 16, 2] int16, whose dims from head_dim on are zeros. As pack_keys else."""
+    asked_values, asked_places, num_asked = asked
     none, whole, bytes_per_part = np.zeros(head_dim, np.int16), head_dim // WIDTH * WIDTH, out.strides[0]
     for pair in range(TILE // 2):
         one, other = none.ctypes.data, none.ctypes.data
         if 2 * pair < count:
-            one = first + slots[2 * pair] * stride
-        if 2 * pair + 1 < count:
-            other = first + slots[2 * pair + 1] * stride
+            one, other = values + places[2 * pair], values + places[2 * pair + 1]
         for j in range(2 * pair, min(2 * pair + 2, num_asked)):
             for line in range(0, 2 * head_dim, _LINE):
-                _prefetch(asked_values + asked_slots[j] * asked_stride + line)
+                _prefetch(asked_values + asked_places[j] + line)
         _pack_two_values(one, other, head_dim, out[0, pair].ctypes.data, bytes_per_part)
         if whole < head_dim:
             of_one = carray(pointer(one), head_dim, np.int16)
@@ -181,3 +313,41 @@ def accumulate(
             numba_pairs.multiply_block(
                 num, num_pairs, of_weights, of_values, bytes_per_part, of_factors, of_sums
             )
+
+
+@njit(**_OPTIONS)
+def score_placed(queries: Any, num: int, keys: int, places: Any, count: int, scores: Any, asked: Any) -> None:
+    """As pack_keys and score, bit for bit, of queries [num, dims] whose dims are whole groups."""
+    asked_keys, asked_places, num_asked = asked
+    of_queries = queries.ctypes.data, queries.strides[0]
+    for j in range(0, count, WIDTH):
+        own = places.ctypes.data + j * places.strides[0]
+        others = asked_places.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * places.strides[0]
+        of_scores = scores.ctypes.data + 4 * j, scores.strides[0]
+        _score_placed(num, of_queries, keys, own, queries.shape[1], of_scores, asked_keys, others)
+
+
+@njit(**_OPTIONS)
+def accumulate_placed(
+    weights: Any,
+    packed: Any,
+    values: int,
+    places: Any,
+    count: int,
+    factors: Any,
+    sums: Any,
+    i: int,
+    num: int,
+    asked: Any,
+) -> None:
+    """As pack_values and accumulate, bit for bit, of sums whose dims are whole groups."""
+    asked_values, asked_places, num_asked = asked
+    for k in range(num):
+        copy_numbers(weights[k].ctypes.data, TILE, packed[k].ctypes.data, 2)
+    of_weights, of_factors = (packed.ctypes.data, packed.strides[0]), factors.ctypes.data + 4 * i
+    for d in range(0, sums.shape[1], GROUP):
+        of_sums = sums[i].ctypes.data + 4 * d, sums.strides[0]
+        _accumulate_placed(
+            *(num, of_weights, values + 2 * d, places.ctypes.data, count, of_factors, of_sums),
+            *(asked_values + 2 * d, asked_places.ctypes.data, num_asked),
+        )

@@ -53,36 +53,44 @@ _OPTIONS: dict[str, Any] = {
 
 
 @njit(**_OPTIONS)
-def _find_slots(
-    table: Any, block_size: int, path: Any, path_start: int, start: int, count: int, slots: Any
+def _find_places(
+    table: Any,
+    block_size: int,
+    path: Any,
+    path_start: int,
+    start: int,
+    count: int,
+    bytes_per_slot: int,
+    places: Any,
 ) -> None:
-    """Writes the slots of `count` positions from `start` on; up to a multiple of WIDTH, the last again."""
+    """Writes where the slots of `count` positions from `start` on begin, in bytes; up to a multiple of WIDTH,
+    the last again."""
     by_table = max(0, min(count, path_start - start))
     j = 0
     while j < by_table:  # block after block: a division for each position would take as long as its score
         block, offset = (start + j) // block_size, (start + j) % block_size
-        first = table[block] * block_size + offset
+        first = (table[block] * block_size + offset) * bytes_per_slot
         rest = min(block_size - offset, by_table - j)
         for k in range(rest):
-            slots[j + k] = first + k
+            places[j + k] = first + k * bytes_per_slot
         j += rest
     for j in range(by_table, count):
-        slots[j] = path[start + j - path_start]
+        places[j] = path[start + j - path_start] * bytes_per_slot
     for j in range(count, (count + WIDTH - 1) // WIDTH * WIDTH):
-        slots[j] = slots[count - 1]
+        places[j] = places[count - 1]
 
 
 @njit(**_OPTIONS)
-def _transpose(keys: Any, size: int, slots: Any, count: int, out: Any, asked: Any) -> None:
-    """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key of slot j, for `count` j, and as many more
-    as make a multiple of WIDTH; keys: ROWS of one head, of numbers of `size` bytes. asked: keys, slots and
-    their count of what is asked for meanwhile."""
+def _transpose(keys: int, size: int, places: Any, count: int, out: Any, asked: Any) -> None:
+    """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key at place j from the address `keys` on, for
+    `count` j, and as many more as make a multiple of WIDTH; of numbers of `size` bytes. asked: address,
+    places and their count of what is asked for meanwhile."""
     head_dim, bytes_per_part, bytes_per_row = out.shape[1], out.strides[0], out.strides[1]
-    asked_keys, asked_slots, num_asked = asked
+    asked_keys, asked_places, num_asked = asked
     for j in range(0, count, WIDTH):
         to = out.ctypes.data + j // COLUMNS * bytes_per_part + 4 * (j % COLUMNS)
-        own = slots.ctypes.data + j * slots.strides[0]
-        others = asked_slots.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * slots.strides[0]
+        own = places.ctypes.data + j * places.strides[0]
+        others = asked_places.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * places.strides[0]
         transpose(keys, size, own, head_dim, (to, bytes_per_row), asked_keys, others)
 
 
@@ -101,9 +109,9 @@ def _score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -
 @njit(**_OPTIONS)
 def _accumulate(
     weights: Any,
-    values: Any,
+    values: int,
     size: int,
-    slots: Any,
+    places: Any,
     count: int,
     factors: Any,
     sums: Any,
@@ -111,19 +119,18 @@ def _accumulate(
     num: int,
     asked: Any,
 ) -> None:
-    """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * value of slot j, for `num` k and one after
-    another of `count` j; values: ROWS of one head, of numbers of `size` bytes. asked: as of _transpose."""
-    head_dim, bytes_per_sum, (of_values, bytes_per_value) = sums.shape[1], sums.strides[0], values
+    """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * the value at place j, for `num` k and one
+    after another of `count` j. The rest as of _transpose."""
+    head_dim, bytes_per_sum = sums.shape[1], sums.strides[0]
     of_weights = (weights.ctypes.data, weights.strides[0])
     of_factors, of_sums = factors.ctypes.data + i * factors.strides[0], sums.ctypes.data + i * bytes_per_sum
     whole = head_dim // COLUMNS * COLUMNS
-    (asked_values, bytes_per_asked), asked_slots, num_asked = asked
+    asked_values, asked_places, num_asked = asked
     for d in range(0, whole, COLUMNS):
-        some_values, some_sums = (of_values + size * d, bytes_per_value), (of_sums + 4 * d, bytes_per_sum)
-        some_asked = asked_values + size * d, bytes_per_asked
+        some_sums = of_sums + 4 * d, bytes_per_sum
         add_weighted(
-            *(num, of_weights, some_values, size, slots.ctypes.data, count, of_factors, some_sums),
-            *(some_asked, asked_slots.ctypes.data, num_asked),
+            *(num, of_weights, values + size * d, size, places.ctypes.data, count, of_factors, some_sums),
+            *(asked_values + size * d, asked_places.ctypes.data, num_asked),
         )
     if whole == head_dim:
         return
@@ -132,7 +139,7 @@ def _accumulate(
         for d in range(whole, head_dim):
             o[d] *= factor
         for j in range(count):
-            value, weight = of_values + slots[j] * bytes_per_value, weights[k, j]
+            value, weight = values + places[j], weights[k, j]
             for d in range(whole, head_dim):
                 o[d] += weight * number_at(value + size * d, size)
 
@@ -172,6 +179,7 @@ def _attend_unit(
     """
     head_dim, group = q.shape[2], q.shape[1] // num_kv_heads
     num_per_head, bytes_per_row = (last - first) * group, size * head_dim
+    bytes_per_slot = num_kv_heads * bytes_per_row
     num_queries = num_per_head * (last_head - first_head)
     most = narrow.QUERIES if in_bfloat16 else QUERIES
     # In bfloat16 numbers are multiplied in groups, and a block of queries may reach past the last.
@@ -189,7 +197,7 @@ def _attend_unit(
         lengths[i] = positions[token] + 1
         for d in range(head_dim):
             queries[i, d] = q[token, head, d] * scale
-    slots, slots_ahead = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    places, places_ahead = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     scores = np.empty((most, TILE), np.float32)
     is_narrow = 1 if in_bfloat16 else 0  # arrays for the other way are empty
     packed_queries = np.zeros((is_narrow * num_rows, dims), np.int16)
@@ -202,41 +210,47 @@ def _attend_unit(
     for start in range(0, context_len, TILE):
         ahead = min(TILE, min(context_len, shared) - start - TILE)
         if ahead > 0:
-            _find_slots(table, block_size, paths[first], shared, start + TILE, ahead, slots_ahead)
+            _find_places(
+                table, block_size, paths[first], shared, start + TILE, ahead, bytes_per_slot, places_ahead
+            )
         together = start + TILE <= shared
         num_in_turn = last - first if together else 1
         for token in range(first, last, num_in_turn):
             count = min(TILE, (context_len if together else positions[token] + 1) - start)
             if count <= 0:
                 continue
-            _find_slots(table, block_size, paths[token], path_starts[token], start, count, slots)
+            _find_places(
+                *(table, block_size, paths[token], path_starts[token], start, count, bytes_per_slot, places)
+            )
             for kv_head in range(first_head, last_head):
-                all_keys = (keys + kv_head * bytes_per_row, num_kv_heads * bytes_per_row)
-                all_values = (values + kv_head * bytes_per_row, num_kv_heads * bytes_per_row)
+                all_keys, all_values = keys + kv_head * bytes_per_row, values + kv_head * bytes_per_row
                 # What is read next is asked for on the way: the next head, or the first one of the next tile.
                 if kv_head + 1 < last_head:
-                    next_head, next_slots, next_count = kv_head + 1, slots, count
+                    next_head, next_places, next_count = kv_head + 1, places, count
                 elif ahead > 0:
-                    next_head, next_slots, next_count = first_head, slots_ahead, ahead
+                    next_head, next_places, next_count = first_head, places_ahead, ahead
                 else:
-                    next_head, next_slots, next_count = kv_head, slots, count
-                next_keys = (keys + next_head * bytes_per_row, num_kv_heads * bytes_per_row)
-                next_values = (values + next_head * bytes_per_row, num_kv_heads * bytes_per_row)
-                asked = next_keys, next_slots, next_count
-                asked_values = next_values, next_slots, next_count
-                if in_bfloat16:
-                    narrow.pack_keys(all_keys, head_dim, slots, count, packed_keys, asked)
-                    narrow.pack_values(all_values, head_dim, slots, count, packed_values, asked_values)
-                else:
-                    _transpose(all_keys, size, slots, count, tile_keys, asked)
+                    next_head, next_places, next_count = kv_head, places, count
+                asked = keys + next_head * bytes_per_row, next_places, next_count
+                asked_values = values + next_head * bytes_per_row, next_places, next_count
                 i = (kv_head - first_head) * num_per_head + (token - first) * group
                 end = i + num_in_turn * group
                 num_blocks = (end - i + most - 1) // most
+                reads_places = narrow.READS_PLACES and num_blocks <= 2 and dims == head_dim
+                if in_bfloat16 and not reads_places:
+                    narrow.pack_keys(all_keys, head_dim, places, count, packed_keys, asked)
+                    narrow.pack_values(all_values, head_dim, places, count, packed_values, asked_values)
+                elif not in_bfloat16:
+                    _transpose(all_keys, size, places, count, tile_keys, asked)
                 for block in range(num_blocks):
                     num = (end - i) // (num_blocks - block)  # blocks as alike as can be
                     longest = min(count, np.max(lengths[i : i + num]) - start)
                     if longest > 0:
-                        if in_bfloat16:
+                        if in_bfloat16 and reads_places:
+                            narrow.score_placed(
+                                packed_queries[i:], num, all_keys, places, longest, scores, asked
+                            )
+                        elif in_bfloat16:
                             narrow.score(packed_queries, i, num, packed_keys, longest, scores)
                         else:
                             _score(queries, i, num, tile_keys, longest, scores)
@@ -246,13 +260,18 @@ def _attend_unit(
                             # Addresses are taken here: numba frees an array that nothing names any more.
                             of_peak, of_total = peak.ctypes.data + at, total.ctypes.data + at
                             weigh(of_scores, seen, of_peak, of_total, shrink.ctypes.data + at)
-                        if in_bfloat16:
+                        if in_bfloat16 and reads_places:
+                            narrow.accumulate_placed(
+                                *(scores, packed_weights, all_values, places, longest, shrink, sums, i, num),
+                                asked_values,
+                            )
+                        elif in_bfloat16:
                             narrow.accumulate(
                                 scores, packed_weights, packed_values, longest, shrink, sums, i, num
                             )
                         else:
                             _accumulate(
-                                *(scores, all_values, size, slots, longest, shrink, sums, i, num),
+                                *(scores, all_values, size, places, longest, shrink, sums, i, num),
                                 asked_values,
                             )
                     i += num

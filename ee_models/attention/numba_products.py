@@ -1,5 +1,5 @@
 """What attention does with a tile, for numba kernels: keys transposed, scores q . k, the step of a softmax,
-sums of weighted values. Keys and values are read where they lie, at the addresses of their slots.
+sums of weighted values. Keys and values are read where they lie, by the places of their slots, in bytes.
 
 Each is a block of up to QUERIES queries whose sums stay in the vectors of the CPU, which LLVM does not find
 by itself in loops over arrays. A score adds up dimension after dimension, a weighted sum slot after slot: no
@@ -12,7 +12,7 @@ line by line: asked for all at once, it would fill what the CPU can wait for, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -49,34 +49,51 @@ PAIRS = ir.VectorType(INT32, WIDTH)  # of bfloat16, side by side
 _LINE = 64  # bytes that memory is asked for at once
 
 
-def row_of_slot(builder: Any, matrix: Any, slots: Any, place: Any) -> Any:
-    """The address of the matrix's row slots[place]."""
-    slot = load(builder, slots, builder.mul(place, INT(8)), INT)
-    first, stride = (builder.extract_value(matrix, i) for i in range(2))
-    return builder.add(first, builder.mul(slot, stride))
+def row_at(builder: Any, base: Any, places: Any, j: Any) -> Any:
+    """The address of the key or value at base + places[j]."""
+    return builder.add(base, load(builder, places, builder.mul(j, INT(8)), INT))
 
 
-def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Vector i has the i-th elements of WIDTH vectors: the first half shuffled with the second, as cards are,
-    until each element has come to its place."""
-    half = WIDTH // 2
-    low, high = ([start + i // 2 + i % 2 * WIDTH for i in range(WIDTH)] for start in (0, half))
-    for _ in range(half.bit_length()):
-        pairs = list(zip(rows[:half], rows[half:], strict=True))
-        rows = [shuffle(builder, x, y, order) for x, y in pairs for order in (low, high)]
-    return rows
+def transposed(builder: Any, rows: Sequence[Any], offset: Any) -> list[Any]:
+    """Vector i has the i-th four bytes of sixteen, from `offset` on, of WIDTH rows, which are addresses.
+    Those of every fourth row are loaded side by side, and shuffled within these lanes, as CPUs do fastest."""
+
+    def shuffled(vectors: Sequence[Any], *places: Sequence[int]) -> list[Any]:
+        """Two vectors after two, with these places of each lane, those of the second from WIDTH on."""
+        orders = [[lane + place for lane in range(0, WIDTH, 4) for place in each] for each in places]
+        two_by_two = (vectors[:2], vectors[2:])
+        return [shuffle(builder, x, y, order) for x, y in two_by_two for order in orders]
+
+    lanes = ir.VectorType(INT32, 4)
+    parts = [[load(builder, row, offset, lanes) for row in rows[i::4]] for i in range(4)]
+    low, high, other_low, other_high = shuffled(
+        [_side_by_side(builder, each) for each in parts],
+        (0, WIDTH, 1, WIDTH + 1),
+        (2, WIDTH + 2, 3, WIDTH + 3),
+    )
+    pairs = (0, 1, WIDTH, WIDTH + 1), (2, 3, WIDTH + 2, WIDTH + 3)
+    return shuffled([low, other_low, high, other_high], *pairs)
+
+
+def _side_by_side(builder: Any, vectors: list[Any]) -> Any:
+    while len(vectors) > 1:
+        size = 2 * vectors[0].type.count
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [shuffle(builder, x, y, range(size)) for x, y in pairs]
+    return vectors[0]
 
 
 def _transpose_intrinsic(
-    _context: Any, keys: Any, size: Any, slots: Any, num_dims: Any, out: Any, asked: Any, asked_slots: Any
+    _context: Any, keys: Any, size: Any, places: Any, num_dims: Any, out: Any, asked: Any, asked_places: Any
 ) -> Any:
-    """out[d, j] = keys[slots[j]][d] for WIDTH slots j; asks for asked[asked_slots[j]] meanwhile. keys, out
-    and asked are ROWS, keys of numbers of `size` bytes, as for_size has them; slots addresses of int64."""
+    """out[d, j] = number d of the key at keys + places[j], for WIDTH j; asks for that at asked +
+    asked_places[j] meanwhile. out: ROWS; the others are addresses, places of int64; size: bytes of a key's
+    numbers, as for_size has them."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        keys, size, slots, num_dims, out, asked, asked_slots = args
-        key_rows = [row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
-        asked_rows = [row_of_slot(builder, asked, asked_slots, INT(j)) for j in range(WIDTH)]
+        keys, size, places, num_dims, out, asked, asked_places = args
+        key_rows = [row_at(builder, keys, places, INT(j)) for j in range(WIDTH)]
+        asked_rows = [row_at(builder, asked, asked_places, INT(j)) for j in range(WIDTH)]
         first, stride = (builder.extract_value(out, i) for i in range(2))
 
         def columns_at(size: int, offset: Any) -> list[Any]:
@@ -84,9 +101,10 @@ def _transpose_intrinsic(
             of float32, so that they are shuffled together and come apart afterwards."""
             for row in asked_rows:
                 prefetch(builder, row, offset)
+            starts = [builder.add(offset, INT(at)) for at in range(0, 4 * WIDTH, 16)]
+            pairs = [pair for start in starts for pair in transposed(builder, key_rows, start)]
             if size == 4:
-                return transposed(builder, [load(builder, row, offset) for row in key_rows])
-            pairs = transposed(builder, [load(builder, row, offset, PAIRS) for row in key_rows])
+                return [builder.bitcast(each, VECTOR) for each in pairs]
             upper, mask = (ir.Constant(PAIRS, [bits] * WIDTH) for bits in (16, 0xFFFF0000 - (1 << 32)))
             apart = [each for pair in pairs for each in (builder.shl(pair, upper), builder.and_(pair, mask))]
             return [builder.bitcast(each, VECTOR) for each in apart]
@@ -109,7 +127,7 @@ def _transpose_intrinsic(
         for_size(builder, size, copy)
         return NONE
 
-    return types.none(ROWS, *(types.intp,) * 3, ROWS, ROWS, types.intp), generate
+    return types.none(*(types.intp,) * 4, ROWS, *(types.intp,) * 2), generate
 
 
 def _score_intrinsic(_context: Any, num: Any, queries: Any, keys: Any, num_dims: Any, scores: Any) -> Any:
@@ -143,21 +161,21 @@ def _add_weighted_intrinsic(
     weights: Any,
     values: Any,
     size: Any,
-    slots: Any,
-    num_slots: Any,
+    places: Any,
+    count: Any,
     factors: Any,
     sums: Any,
     asked: Any,
-    asked_slots: Any,
+    asked_places: Any,
     num_asked: Any,
 ) -> Any:
-    """sums[i, :COLUMNS] = factors[i] * sums[i, :COLUMNS] + weights[i, j] * values[slots[j], :COLUMNS], for
-    `num` queries i and, one after another, num_slots j; asks for asked[asked_slots[j], :COLUMNS] meanwhile,
-    for as many j as there are of num_asked. values are numbers of `size` bytes; factors: an address, the
-    others as above."""
+    """sums[i, :COLUMNS] = factors[i] * sums[i, :COLUMNS] + weights[i, j] * COLUMNS numbers at values +
+    places[j], for `num` queries i and, one after another, `count` j; asks for those at asked +
+    asked_places[j] meanwhile, for as many j as there are of num_asked. values are numbers of `size` bytes;
+    weights and sums are ROWS, factors an address, the others as above."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        num, weights, values, size, slots, num_slots, factors, sums, asked, asked_slots, num_asked = args
+        num, weights, values, size, places, num_places, factors, sums, asked, asked_places, num_asked = args
         last_asked = builder.sub(num_asked, INT(1))
         columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
 
@@ -170,15 +188,15 @@ def _add_weighted_intrinsic(
             def find_row(index: Any) -> Any:
                 is_one = builder.icmp_signed("<", index, last_asked)
                 wanted = builder.select(is_one, index, last_asked)
-                wanted = row_of_slot(builder, asked, asked_slots, wanted)
+                wanted = row_at(builder, asked, asked_places, wanted)
                 for line in range(0, size * COLUMNS, _LINE):
                     prefetch(builder, wanted, INT(line))
-                return row_of_slot(builder, values, slots, index)
+                return row_at(builder, values, places, index)
 
             add_rows(
                 builder,
                 rows_of(builder, weights, count),
-                num_slots,
+                num_places,
                 find_row,
                 begin,
                 sum_rows,
@@ -188,7 +206,7 @@ def _add_weighted_intrinsic(
         for_size(builder, size, lambda size: for_count(builder, num, QUERIES, lambda num: block(num, size)))
         return NONE
 
-    signature = types.intp, ROWS, ROWS, *(types.intp,) * 4, ROWS, ROWS, types.intp, types.intp
+    signature = types.intp, ROWS, *(types.intp,) * 5, ROWS, *(types.intp,) * 3
     return types.none(*signature), generate
 
 

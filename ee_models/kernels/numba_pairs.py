@@ -64,7 +64,7 @@ _COLUMNS = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]  # where vector
 _WORDS, _PAIRS = ir.VectorType(INT32, WIDTH), ir.VectorType(_BFloat16(), 2 * WIDTH)
 
 
-def _add_products(builder: Any, total: Any, weights: Any, x: Any) -> None:
+def add_products(builder: Any, total: Any, weights: Any, x: Any) -> None:
     """total [WIDTH] float32, a place in memory that LLVM turns into a register, += the products of pairs of
     bfloat16, each of weights [WIDTH] by the one of x [WIDTH]."""
     kind = ir.FunctionType(VECTOR, [VECTOR, _PAIRS, _PAIRS])
@@ -73,22 +73,24 @@ def _add_products(builder: Any, total: Any, weights: Any, x: Any) -> None:
     builder.store(builder.call(add, [builder.load(total), *pairs]), total)
 
 
-def _add_rows(
+def add_rows(
     builder: Any,
     factors: Sequence[Any],
     num_pairs: Any,
     find_parts: Callable[[Any], Sequence[Any]],
     totals: Sequence[Sequence[Any]],
-    out: Sequence[Any],
 ) -> None:
-    """As numba_vectors.add_rows, pair after pair of num_pairs: out[t] = totals[t], which are places in memory
-    that LLVM turns into registers, + factors[t][i] * pairs i, of which find_parts(i) are the vectors."""
+    """totals[t], which are places in memory that LLVM turns into registers, += factors[t][i] * pairs i, one
+    after another of num_pairs i, of which find_parts(i) are the vectors; factors are addresses."""
     with cgutils.for_range(builder, num_pairs) as loop:
         parts = find_parts(loop.index)
         for row, its_totals in zip(factors, totals, strict=True):
             alike = spread(builder, load(builder, row, builder.mul(loop.index, INT(4)), INT32))
             for part, total in zip(parts, its_totals, strict=True):
-                _add_products(builder, total, part, alike)
+                add_products(builder, total, part, alike)
+
+
+def _store_totals(builder: Any, totals: Sequence[Sequence[Any]], out: Sequence[Any]) -> None:
     for row, its_totals in zip(out, totals, strict=True):
         for column, total in zip(_COLUMNS, its_totals, strict=True):
             store(builder, builder.load(total), row, column)
@@ -123,8 +125,8 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
         return [load(builder, pair, column, _WORDS) for column in _COLUMNS]
 
     num_pairs = builder.mul(num_groups, INT(GROUP // 2))
-    rows, out_rows = rows_of(builder, terms, count), rows_of(builder, out, count)
-    _add_rows(builder, rows, num_pairs, find_parts, totals, out_rows)
+    add_rows(builder, rows_of(builder, terms, count), num_pairs, find_parts, totals)
+    _store_totals(builder, totals, rows_of(builder, out, count))
 
 
 def _multiply_block_intrinsic(
@@ -160,7 +162,8 @@ def _block(
         line = builder.mul(index, INT(4 * WIDTH))
         return [load(builder, each, line, _WORDS) for each in halves]
 
-    _add_rows(builder, rows_of(builder, a, count), num_pairs, find_parts, totals, out_rows)
+    add_rows(builder, rows_of(builder, a, count), num_pairs, find_parts, totals)
+    _store_totals(builder, totals, out_rows)
 
 
 multiply_block: Any = intrinsic(_multiply_block_intrinsic)

@@ -179,8 +179,22 @@ FAULTS = (
     Fault(
         "attention in bfloat16 reads the first value of two twice",
         "ee_models/attention/numba_narrow_products.py",
-        "other = first + slots[2 * pair + 1] * stride",
-        "other = first + slots[2 * pair] * stride",
+        "values + places[2 * pair], values + places[2 * pair + 1]",
+        "values + places[2 * pair], values + places[2 * pair]",
+        BFLOAT16,
+    ),
+    Fault(
+        "sums of values that are multiplied where they lie change places",
+        "ee_models/attention/numba_narrow_products.py",
+        "for of in (0, WIDTH) for i in range(4)]",
+        "for of in (WIDTH, 0) for i in range(4)]",
+        BFLOAT16,
+    ),
+    Fault(
+        "scores of keys where they lie take the queries of the first sixteen bytes for all",
+        "ee_models/attention/numba_narrow_products.py",
+        "place = builder.add(start, INT(4 * p))",
+        "place = builder.add(offset, INT(4 * p))",
         BFLOAT16,
     ),
     Fault(
@@ -368,8 +382,8 @@ FAULTS = (
     Fault(
         "values in bfloat16 are read at the steps of float32",
         "ee_models/attention/numba_pages.py",
-        "some_values, some_sums = (of_values + size * d,",
-        "some_values, some_sums = (of_values + 4 * d,",
+        "*(num, of_weights, values + size * d, size,",
+        "*(num, of_weights, values + 4 * d, size,",
         ("tests/ee_models/test_attention.py",),
     ),
     Fault(

@@ -25,7 +25,12 @@ def rows(array: Any) -> tuple[int, int]:
     return array.ctypes.data, array.strides[0]
 
 
-NOWHERE = (1 << 40, 64)  # ROWS that may be asked for all the same
+NOWHERE = 1 << 40  # an address that may be asked for all the same
+
+
+def places_of(slots: Any, array: Any) -> Any:
+    """Where rows of an array begin, in bytes."""
+    return slots * array.strides[0]
 
 
 class Products:
@@ -38,7 +43,7 @@ class Products:
             getattr(module, name) for name in ("transpose", "score", "add_weighted", "weigh")
         )
         self._transpose = njit(
-            lambda keys, size, slots, dims, out, asked: transpose(keys, size, slots, dims, out, asked, slots)
+            lambda keys, size, at, dims, out, asked: transpose(keys, size, at, dims, out, asked, at)
         )
         self._score = njit(lambda num, queries, keys, dims, out: score(num, queries, keys, dims, out))
         self._add = njit(
@@ -50,8 +55,9 @@ class Products:
 
     def transposed(self, keys: Any, slots: Any) -> Any:
         """[dims, width] of as many slots."""
-        out = np.zeros((keys.shape[1], self.width), np.float32)
-        self._transpose(rows(keys), keys.itemsize, slots.ctypes.data, keys.shape[1], rows(out), NOWHERE)
+        out, places = np.zeros((keys.shape[1], self.width), np.float32), places_of(slots, keys)
+        start, at = keys.ctypes.data, places.ctypes.data
+        self._transpose(start, keys.itemsize, at, keys.shape[1], rows(out), NOWHERE)
         return out
 
     def scores(self, queries: Any, keys: Any) -> Any:
@@ -61,10 +67,10 @@ class Products:
         return out
 
     def sums(self, weights: Any, values: Any, slots: Any, factors: Any, before: Any) -> Any:
-        out = before.copy()
-        at, by = slots.ctypes.data, factors.ctypes.data
+        out, places = before.copy(), places_of(slots, values)
+        start, at, by = values.ctypes.data, places.ctypes.data, factors.ctypes.data
         size, to = values.itemsize, rows(out)
-        self._add(len(weights), rows(weights), rows(values), size, at, len(slots), by, to, NOWHERE)
+        self._add(len(weights), rows(weights), start, size, at, len(slots), by, to, NOWHERE)
         return out
 
     def weights(self, scores: Any, count: int, peak: float, total: float) -> tuple[Any, Any]:
