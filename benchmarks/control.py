@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ from hispec.jobs.load import load_job, load_preset
 from hispec.llm import LLM
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import busy_text, environment, hardware_text
+from hispec.utils.files import check_target, write_json
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GOODPUT = "goodput"
@@ -240,6 +240,8 @@ def main() -> int:
     parser.add_argument("--fixed-only", action="store_true", help="leave the controlled plan out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json is not None:
+        check_target("--json", arguments.json)
     measured_on = environment()  # now, so that its load is that of others
     limit = [] if arguments.limit is None else [f"input.limit={arguments.limit}"]
     job = load_job(CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts.absolute()}", *limit])
@@ -280,8 +282,7 @@ def main() -> int:
             "plans": configs,
             "batches": results,
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, content)
     return int(
         invariant
         and any(count for result in results.values() for count in result["different_outputs"].values())

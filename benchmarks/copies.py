@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError or CheckpointError."""
     job = build(Job, _job_values(options))
     count_rows(job.input)
-    rows = good_rows(job)
+    rows, measured_on = good_rows(job), environment()
     with closing(job.make_llm()) as llm:
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
         outputs = generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=options.max_tokens))
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     copies, rivals = _count(prompts, outputs, tables[0] if tables else None)
     return {
         "benchmark": "copies",
-        "environment": environment(),
+        "environment": measured_on,
         "prompts": len(prompts),
         "options": {name: value for name, value in vars(options).items() if name not in ("prompts", "json")},
         "copies": [[copies[size, kind] for kind in ("places", "right")] for size in range(MOST_MATCHED + 1)],

@@ -9,7 +9,6 @@ figures say.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from hispec.loading.fetch import resolve_model
 from hispec.loading.target_model import load_decoder
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import environment, peak_memory_bytes
+from hispec.utils.files import check_target, write_json
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -195,6 +195,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json is not None:
+        check_target("--json", arguments.json)
     checkpoint = open_checkpoint(resolve_model(arguments.model))
     kinds = {
         "float32": EngineConfig(dtype="float32"),
@@ -250,8 +252,7 @@ def main() -> int:
     ):
         print(f"{name:75s} {value if isinstance(value, (str, int)) or value is None else f'{value:.3f}'}")
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, result)
     return 0
 
 

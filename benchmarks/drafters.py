@@ -43,8 +43,9 @@ from hispec.profile.predict import Calibration, Prediction, Predictor, best_of_e
 from hispec.profile.recording import NOTHING, Recording, Said
 from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams
+from hispec.utils.files import check_target, write_json
 
-LOOKUP = NgramConfig(max_size=3, min_size=1, match_confidence=None)
+LOOKUP = NgramConfig(min_size=2, match_confidence=None)  # of those that plans use
 WANTED = 1.05  # three tiers over two
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
 
@@ -91,6 +92,8 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json is not None:
+        check_target("--json", arguments.json)
     job = load_job(arguments.job, [] if arguments.limit is None else [f"input.limit={arguments.limit}"])
     rows = good_rows(job)
     with LLM(job.model, **{**job.engine.model_dump(), "max_num_seqs": 16}) as llm:
@@ -177,7 +180,7 @@ def main() -> int:
         }
         print(f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s} {agrees:30.1%}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.json, result)
     return 0
 
 

@@ -11,7 +11,6 @@ values; beside other programs only the least means something. What launching cos
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -38,6 +37,7 @@ from hispec.runner.plan_runtime import PlanRuntime
 from hispec.runner.round_output import pack, unpack
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import busy_text, environment, hardware_text, watch_others
+from hispec.utils.files import check_target, write_json
 
 PLANS: dict[str, SpeculativeConfig | None] = {
     "plain": None,
@@ -137,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--out", type=Path, help="file of the JSON; none: only printed")
     chosen = parser.parse_args(arguments)
+    if chosen.out is not None:
+        check_target("--out", chosen.out)
     others = watch_others()
     values = environment()
     shape = TINY_SHAPES["Llama-3-8B"].config
@@ -157,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (busy := busy_text(values)) is not None:
         print(f"{busy}: only the least of each means something")
     if chosen.out is not None:
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(chosen.out, result)
     return 0
 
 

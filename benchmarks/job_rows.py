@@ -29,7 +29,7 @@ from benchmarks.markdown import table
 from hispec.jobs.runner import run_job
 from hispec.jobs.schema import Job
 from hispec.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from hispec.utils.environment import environment, hardware_text
+from hispec.utils.environment import environment, hardware_text, watch_others
 from hispec.utils.files import check_target, write_json
 
 LEFT_OUT = 1000  # rows that --resume takes off the output
@@ -115,18 +115,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = types.ModuleType("hispec.llm")
     module.LLM = StandIn  # type: ignore[attr-defined]
     sys.modules["hispec.llm"] = module
+    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
     num_rows = options.rows
     StandIn.watched = sorted({max(1, num_rows // 10), max(1, num_rows // 2), num_rows})
     with tempfile.TemporaryDirectory(prefix="hispec-job-rows-") as folder:
         job = make_job(Path(folder), num_rows)
         started = time.perf_counter()
         run_job(job)
+        seconds = time.perf_counter() - started
         result: dict[str, Any] = {
             "benchmark": "job_rows",
-            "environment": environment(),
+            "environment": measured_on | {"others": others()},
             "rows": num_rows,
             "seconds_before_the_first_row": (StandIn.last.first_s or 0.0) - started,
-            "seconds": time.perf_counter() - started,
+            "seconds": seconds,
             "memory_bytes": {str(at): size for at, size in StandIn.last.memory_at.items()},
         }
         result["rows_per_s"] = num_rows / result["seconds"]

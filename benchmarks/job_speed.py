@@ -32,7 +32,7 @@ from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.rows import count_rows
 from hispec.jobs.runner import run_job
 from hispec.jobs.schema import Job
-from hispec.utils.environment import environment, hardware_text
+from hispec.utils.environment import environment, hardware_text, watch_others
 
 
 class Shared(LLM):
@@ -45,6 +45,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError or CheckpointError."""
     runs: dict[str, list[float]] = {"LLM.generate": [], "job": []}
     engine = {"quantization": options.quantization, "max_num_seqs": options.batch_size}
+    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
     with tempfile.TemporaryDirectory(prefix="hispec-job-speed-") as folder:
         values = {
             "model": options.model,
@@ -79,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         LLM.close(llm)
     return {
         "benchmark": "job_speed",
-        "environment": environment(),
+        "environment": measured_on | {"others": others()},
         "prompts": len(rows),
         "options": {"model": options.model, "max_tokens": options.max_tokens} | engine,
         "tokens_per_s": runs,

@@ -9,7 +9,6 @@ a round has does not depend on its width.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
@@ -31,6 +30,7 @@ from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.errors import build
 from hispec.sampling_params import SamplingParams
+from hispec.utils.files import check_target, write_json
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=64)
@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", metavar="PLAN", help="name the kernels of this plan, by stage, instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
+    if args.json is not None:
+        check_target("--json", args.json)
     chosen = {name: each for name, each in plans(args.layers).items() if args.names in (None, name)}
     if not chosen:
         parser.error(f"--names {args.names!r} must be one of {', '.join(plans(args.layers))}")
@@ -151,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for (_, way), each in counts.items():
             for stage, names in each.names.items():
                 print(f"{way}, {stage} ({each.runs.get(stage, 1):g} a round): {names}")
-        return 0
-    print("\n".join(report(counts)))
+    else:
+        print("\n".join(report(counts)))
     if args.json:
         result = [{"plan": plan, "choice": way, **asdict(each)} for (plan, way), each in counts.items()]
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, result)
     return 0
 
 

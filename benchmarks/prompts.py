@@ -50,21 +50,20 @@ def main() -> None:
     tasks = tasks_of(options.folder)
     if unknown := set(options.task or ()) - tasks.keys():
         parser.error(f"--task: {', '.join(sorted(unknown))}: there are {', '.join(tasks)}")
-    with options.output.open("w", encoding="utf-8") as file:
-        for task, prompts in tasks.items():
-            if task not in (options.task or tasks):
-                continue
-            taken = prompts[options.skip : options.skip + options.per_task]
-            if len(taken) < options.per_task:
-                parser.error(
-                    f"{task}: {len(prompts)} prompts, which is not enough to skip {options.skip} and take"
-                    f" {options.per_task}"
-                )
-            for prompt in taken:
-                message = {"role": "user", "content": prompt}
-                file.write(
-                    json.dumps({"messages": [message], "metadata": {"task": task}}, ensure_ascii=False) + "\n"
-                )
+    lines = []
+    for task, prompts in tasks.items():
+        if task not in (options.task or tasks):
+            continue
+        taken = prompts[options.skip : options.skip + options.per_task]
+        if len(taken) < options.per_task:
+            parser.error(
+                f"{task}: {len(prompts)} prompts, which is not enough to skip {options.skip} and take"
+                f" {options.per_task}"
+            )
+        for prompt in taken:
+            row = {"messages": [{"role": "user", "content": prompt}], "metadata": {"task": task}}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    options.output.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ async def torment(
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     from tests.helpers.tiny import tiny_checkpoint
 
+    measured_on = environment()  # now, so that its load is that of others
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_checkpoint(Path(folder) / "model", tokenizer=True)
@@ -160,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             pipe.send("what is left?")
             left, stats = pipe.recv()
             is_stuck = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # what is sent to a process that has ended is a broken pipe
             tally, memory, left, stats, is_stuck = Tally(), [0.0], ["the server's process ended"], {}, False
         finally:
             process.join(30)
@@ -177,10 +178,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         kind: {str(status): n for (k, status), n in sorted(tally.statuses.items()) if k == kind}
         for kind in kinds
     }
-    names = ("finished", "aborted", "preemptions", "rounds", "output_tokens", "kv_blocks", "kv_blocks_used")
+    names = (
+        *("finished", "finished_by_reason", "preemptions", "rounds", "tokens"),
+        *("kv_blocks", "kv_blocks_used"),
+    )
     return {
         "benchmark": "serve_soak",
-        "environment": environment(),
+        "environment": measured_on,
         "options": {"clients": options.clients, "warm_up": options.warm_up, "seconds": options.seconds},
         "server": {"max_requests": MOST_REQUESTS, "timeout_s": TIMEOUT_S, "engine": ENGINE},
         "statuses": statuses,

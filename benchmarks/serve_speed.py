@@ -38,7 +38,7 @@ from hispec.errors import ConfigError, build
 from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
-from hispec.utils.environment import environment, hardware_text
+from hispec.utils.environment import environment, hardware_text, watch_others
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATE, STREAMS, WHOLE = "LLM.generate", "serve, streams", "serve, whole answers"
@@ -56,6 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     engine["quantization"] = options.quantization
     sampling = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
     runs: dict[str, list[float]] = {GENERATE: [], STREAMS: [], WHOLE: []}
+    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
     with LLM(options.model, **engine) as llm, server(options.model, engine) as url:
         generate = llm.chat if rows[0].is_chat else llm.generate
         prompts: list[Any] = [row.prompt for row in rows]
@@ -63,7 +64,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         path = "/v1/chat/completions" if rows[0].is_chat else "/v1/completions"
         texts: dict[str, list[str]] = {}
         for turn in range(-1, options.repeats):  # the first warms up
-            for name in sorted(runs, reverse=turn % 2 == 0):
+            for name in [*runs][turn % 3 :] + [*runs][: turn % 3]:
                 started = time.perf_counter()
                 if name == GENERATE:
                     outputs = generate(prompts, sampling, use_tqdm=False)
@@ -78,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     runs[name].append(len(rows) * options.max_tokens / seconds)
     return {
         "benchmark": "serve_speed",
-        "environment": environment(),
+        "environment": measured_on | {"others": others()},
         "prompts": len(rows),
         "options": {"model": options.model, "max_tokens": options.max_tokens} | engine,
         "tokens_per_s": runs,

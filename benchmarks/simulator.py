@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -46,6 +45,7 @@ from hispec.simulate.row_state import T_ROUND_S, T_ROUNDS
 from hispec.simulate.run import Experiment
 from hispec.trace.writer import read_trace
 from hispec.utils.environment import busy_text, environment, hardware_text
+from hispec.utils.files import check_target, write_json
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4
@@ -62,6 +62,8 @@ def main() -> None:
     job = load_job(
         CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts}"] if arguments.prompts else []
     )
+    if arguments.json is not None:
+        check_target("--json", arguments.json)
     about, results = environment(), []
     for name, rate in itertools.product(arguments.plans, arguments.rate):
         with tempfile.TemporaryDirectory() as folder:
@@ -81,9 +83,7 @@ def main() -> None:
     if (busy := busy_text(about)) is not None:
         print(f"{busy}: do not rely on these times.")
     if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"results": results, "environment": about}, indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(arguments.json, {"results": results, "environment": about})
 
 
 def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
     scaled, num_scaled, _ = simulated(costs, drift, name, trace, arguments)
     return {
         "engine_mean_s": engine,
-        "engine_p90_s": statistics.quantiles(latencies, n=10)[-1],
+        "engine_p90_s": float(np.percentile(latencies, 90)),
         "simulated_mean_s": float(found.mean()),
         "simulated_p90_s": float(np.percentile(found, 90)),
         "ratio": float(found.mean()) / engine,

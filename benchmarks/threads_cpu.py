@@ -5,9 +5,10 @@ pass, and what memory workers take.
     [--workers N] [--batch-size 64] [--max-tokens 64] [--repeats 3] [--json FILE]
 
 Plain decoding, greedy, the end of a text ignored. The one process has --batch-size rows, each of --workers
-(default: auto) its share of them. They take turns over all prompts, each as often first. Tokens per second
-are medians of the repeats, prompts included. Memory is that of all processes of the workers' LLM, this one
-among them, before the other one is loaded: a page of several processes counts for each in part (PSS; Linux).
+(default: auto) its share of them. They take turns over all prompts, the one process first in every other.
+Tokens per second are medians of the repeats, prompts included. Memory is that of all processes of the
+workers' LLM, this one among them, before the other one is loaded: a page of several processes counts for each
+in part (PSS; Linux).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hispec.errors import ConfigError, build
 from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
-from hispec.utils.environment import environment, hardware_text
+from hispec.utils.environment import environment, hardware_text, watch_others
 from hispec.utils.memory import proportional_bytes
 
 ONE = "one process"
@@ -57,6 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             f" more, and one of each for each of {number}"
         )
     rows = -(-options.batch_size // number)
+    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     with LLM(options.model, workers=number, max_num_seqs=rows, **settings) as workers:
         assert isinstance(workers.engine, WorkerPool)
@@ -80,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 order.reverse()
     return {
         "benchmark": "threads_cpu",
-        "environment": environment(),
+        "environment": measured_on | {"others": others()},
         "prompts": len(prompts),
         "workers": number,
         "options": {

@@ -76,9 +76,11 @@ def main() -> int:
 
 
 def copy_code(folder: Path) -> Path:
-    for name in ("hispec", "ee_models", "cache", "tests"):
+    """What tests read: without a file of it they fail, whatever is planted."""
+    for name in ("hispec", "ee_models", "cache", "tests", "examples", "docs", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(ROOT / name, folder)
     return folder
 
 

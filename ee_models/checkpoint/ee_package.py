@@ -113,6 +113,11 @@ class EEPackage:
         from huggingface_hub import save_torch_state_dict
 
         self.check_base(base)
+        if not Path(base.path).is_dir():
+            raise PackageError(
+                f"{self.folder}: the model that it changes, {base.path}, is a single file, without the"
+                " settings and the tokenizer that a checkpoint has; name a folder with safetensors"
+            )
         low_rank = self.low_rank()
         unknown = [name for name in low_rank if not base.has(name)]
         if unknown:

@@ -221,7 +221,7 @@ def _read_rope(
     factors: [head_dim / 2], the divisors of the frequencies. A file holds these where a Llama 3 config holds
     four numbers; the numbers are found again, or the file refused.
     """
-    theta = float(metadata.get(f"{prefix}freq_base", RopeConfig.theta))
+    theta = metadata.get(f"{prefix}freq_base", RopeConfig.theta)
     factor = metadata.get(f"{prefix}scaling.factor", metadata.get(f"{prefix}scale_linear"))
     kind = metadata.get(f"{prefix}scaling.type", "none" if factor in (None, 0, 1) else "linear")
     if kind not in ("none", "linear"):

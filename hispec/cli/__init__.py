@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -19,6 +20,10 @@ _SETTING = re.compile(r"\w[\w.]*=")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their
     traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal of another encoding cannot show must not end a command that has measured for hours.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(_bind_settings(sys.argv[1:] if arguments is None else arguments))
     debug = os.environ.get("HISPEC_DEBUG", "") not in ("", "0")
     try:

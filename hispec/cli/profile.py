@@ -81,7 +81,11 @@ def _profile(options: argparse.Namespace) -> int:
     job = load_limited_job(options)
     profile_options = build(ProfileOptions, given_fields(options, ProfileOptions))
     targets = Targets(
-        json=options.json, preset=options.preset, plots=options.plots, overwrite=options.overwrite
+        json=options.json,
+        preset=options.preset,
+        plots=options.plots,
+        overwrite=options.overwrite,
+        job_file=options.job,
     )
     from ..profile.report import print_profile
     from ..profile.run import profile_to_files
@@ -100,7 +104,7 @@ def _numbers(options: argparse.Namespace) -> int:
     job = load_limited_job(options)
     numbers = options.numbers or default_numbers(job.engine.device)
     asked = build(NumbersOptions, given_fields(options, NumbersOptions) | {"numbers": numbers})
-    result = numbers_to_file(job, asked, options.json, progress=not options.no_progress)
+    result = numbers_to_file(job, asked, options.json, job_file=options.job, progress=not options.no_progress)
     print_numbers(result, options.job)
     return OK
 
@@ -128,7 +132,9 @@ def _latency(options: argparse.Namespace) -> int:
 
     path = known_place(options.latency) if options.latency else None
     progress = not options.no_progress
-    profile, place = profile_latency(job, path, max_window=options.max_window, progress=progress)
+    profile, place = profile_latency(
+        job, path, max_window=options.max_window, job_file=options.job, progress=progress
+    )
     print_latency(profile, place)
     if path is None:  # it is for this machine, and so is the number of workers that `auto` takes
         from ..profile.worker_speed import keep_worker_speeds, print_workers

@@ -66,14 +66,13 @@ class Admission:
         if is_alone:
             digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") >> 1
-        room = self._room(len(prompt), params)
         return Request(
             request_id=request_id,
             number=number,
             prompt_token_ids=prompt,
             params=params,
             seed=seed,
-            max_tokens=min(params.max_tokens or room, room),
+            max_tokens=self.most_tokens(len(prompt), params),
             stop_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else self.eos_token_ids),
             text=text,
@@ -88,6 +87,11 @@ class Admission:
             f"the prompt has {prompt_len} tokens, but max_model_len={self.max_model_len} must hold it and one"
             " token of output; shorten it or raise max_model_len"
         )
+
+    def most_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """The most tokens of output that a request with a prompt of so many may have."""
+        room = self._room(prompt_len, params)
+        return min(params.max_tokens or room, room)
 
     def _room(self, prompt_len: int, params: SamplingParams) -> int:
         """The most tokens of output after a prompt of so many: without a number of their own as many as there

@@ -140,7 +140,7 @@ def measure_latency(
     back.
     """
     _check_sizes(max_num_seqs, max_window, layers, exits, decoder)
-    started, about = time.monotonic(), environment()
+    started, about = time.monotonic(), environment(decoder.device)
     is_cuda = decoder.device.type == "cuda"
     is_static = is_cuda or graph_device is not None
     room = _room(decoder, draft_model)
@@ -298,7 +298,7 @@ def subject_of(
     decoder: Decoder, layers: Sequence[int], exits: Sequence[AdapterExit], draft_model: Decoder | None
 ) -> Subject:
     """The subject of a profile of this model that is measured here and now."""
-    about = environment()
+    about = environment(decoder.device)
     of_exits: dict[str, Facts] = {
         str(each.layer): {"num_kv_layers": each.num_kv_layers, "num_bytes": each.num_bytes} for each in exits
     }
@@ -307,8 +307,7 @@ def subject_of(
         layers=tuple(sorted(layers)),
         exits=of_exits,
         draft_model=None if draft_model is None else _facts(draft_model),
-        machine={name: about[name] for name in ("cpu", "cores", "threads")}
-        | {"gpu": about["gpu"] if decoder.device.type == "cuda" else None},
+        machine={name: about[name] for name in ("cpu", "cores", "threads", "gpu")},
         versions={
             "python": platform.python_version(),
             "torch": str(torch.__version__),

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ee_models.checkpoint.loader import CheckpointError
 from ee_models.training.examples import Example
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RequestError
 from ..jobs.bench_inputs import TokenIds, generate, good_rows, warm_up
 from ..jobs.bench_runs import Group, Runs, make_groups, num_matches
 from ..jobs.confidence_interval import Paired, mean_of, mean_ratio, noise_of_repeats, ratio_interval
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 _QUANTIZED = ("int8", "int4")
+_MANY = 20  # batches, drawn anew, from which an interval is about as wide as it should be
 
 
 def default_numbers(device: str) -> list[str]:
@@ -50,10 +51,15 @@ def engine_settings(numbers: str) -> dict[str, str | None]:
 
 
 def numbers_to_file(
-    job: Job, options: NumbersOptions, path: Path | None, *, progress: bool = True
+    job: Job,
+    options: NumbersOptions,
+    path: Path | None,
+    *,
+    job_file: Path | None = None,
+    progress: bool = True,
 ) -> dict[str, Any]:
-    """As `compare_numbers`, and writes the result, if `path` is given."""
-    Targets(json=path).check()
+    """As `compare_numbers`, and writes the result, if `path` is given, which must not be the job's file."""
+    Targets(json=path, job_file=job_file).check(job)
     result = compare_numbers(job, options, progress=progress)
     if path is not None:
         write_json(path, result)
@@ -74,7 +80,8 @@ def compare_numbers(job: Job, options: NumbersOptions, *, progress: bool = True)
             "max_tokens": options.max_tokens or job.sampling.max_tokens,
         }
     )
-    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
+    # Now, so that its load is that of others.
+    measured_on, others = environment(select_device(job.engine.device)), watch_others()
     first, *rest = options.numbers
     with _open(job, first, options) as llm:
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
@@ -90,7 +97,11 @@ def compare_numbers(job: Job, options: NumbersOptions, *, progress: bool = True)
                 refused[name] = str(error)
                 continue
             with other:
-                figures, speed = _compare(other, llm, name, rows, prompts, sampling, options, progress)
+                try:
+                    figures, speed = _compare(other, llm, name, rows, prompts, sampling, options, progress)
+                except RequestError as error:  # as of numbers too large for float16
+                    refused[name] = str(error)
+                    continue
             found.append(figures)
             speeds.append(speed)
         if not found:
@@ -206,13 +217,15 @@ def _time(
 def _ratio(run: Runs, reference: Runs) -> tuple[float, list[float] | None]:
     """Mean over tasks of the ratio of speeds, and its 95 % interval: the wider one of two, over batches and
     by the noise of repeats, since of a few batches, or repeats, either alone is too narrow by chance; None
-    where neither can be told, of a single batch and repeat."""
+    where neither can be told, of a single repeat of fewer than _MANY batches."""
     tasks = list(dict.fromkeys(group.task for group in run.groups))
     paired = [Paired(*run.by_group(task), *reference.by_group(task)) for task in tasks]
     ratio = mean_ratio(paired)
     intervals = [ratio_interval(paired)]
     if (noise := noise_of_repeats([run.tokens_per_s(), reference.tokens_per_s()])) is not None:
         intervals.append((ratio / noise, ratio * noise))
+    elif len(run.groups) < _MANY:
+        return ratio, None
     known = [interval for interval in intervals if interval is not None]
     return ratio, [min(low for low, _ in known), max(high for _, high in known)] if known else None
 

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from ..config import Settings
 from ..config.base import Tuple
 from ..errors import ConfigError
+from ..jobs.inputs import find_files
+from ..jobs.schema import Job
 from ..utils.files import check_folder, check_target
 from ..utils.plots import check_matplotlib
 
@@ -83,24 +85,26 @@ class NumbersOptions(Settings):
 @dataclass(frozen=True)
 class Targets:
     """Files that `hispec profile` writes; None = not asked for. An existing preset is replaced only with
-    `overwrite`, other files always."""
+    `overwrite`, other files always, but for job_file, where the job comes from, and what it reads."""
 
     json: Path | None = None
     preset: Path | None = None
     plots: Path | None = None
     latency: Path | None = None
     overwrite: bool = False
+    job_file: Path | None = None
 
-    def check(self) -> None:
+    def check(self, job: Job) -> None:
         """Creates missing folders. Raises ConfigError for files that can't be written, or must not be
-        replaced."""
+        replaced, as the job's own."""
+        read = [*([] if self.job_file is None else [self.job_file]), *find_files(job.input)]
         for flag, path in (
             ("--json", self.json),
             ("--write-preset", self.preset),
             ("--latency", self.latency),
         ):
             if path is not None:
-                check_target(flag, path)
+                check_target(flag, path, read)
         if self.preset is not None and self.preset.exists() and not self.overwrite:
             raise ConfigError(
                 f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path"

@@ -32,7 +32,7 @@ def all_plans(
     options: ProfileOptions, candidates: Candidates, own: SpeculativeConfig | None
 ) -> list[SpeculativeConfig]:
     """Every plan to predict, each once. `own`: the job's plan, whose n-gram sizes and draft model are tried
-    too.
+    too, and whose `graphs` all plans have.
 
     Raises ConfigError if `options` asks for a draft model and the job names none, or if nothing at all is
     left.
@@ -50,6 +50,8 @@ def all_plans(
             f"drafters: no plan of {', '.join(drafters)} fits into"
             f" max_window={options.max_window}; raise it, or add drafters"
         )
+    if own is not None:  # a job that turns graphs off has its reasons
+        found = [plan.model_copy(update={"graphs": own.graphs}) for plan in found]
     return list(dict.fromkeys(found))
 
 

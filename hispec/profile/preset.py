@@ -169,6 +169,13 @@ def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] |
         sampling=job.sampling,
     )
     lines = [f"# {line}".rstrip() for line in _header(result, chosen)]
+    if (batch := result["options"]["batch_size"]) == result["prompts"]["num"] < job.engine.max_num_seqs:
+        lines.append(
+            f"# There were no more prompts: the plan is for batches of {batch}, where the job's max_num_seqs"
+            f" is {job.engine.max_num_seqs}."
+        )
+    if job.speculative is not None and job.speculative.acceptance == "rejection":
+        lines.append("# Of acceptance: rejection, which the job has, nothing was measured.")
     if job.workers != 1:
         lines.append(f"# One process was measured, on all cores; the job has workers: {job.workers}.")
     lines += _settings(config.model_dump(), "", _reason(result) if config.speculative is None else None)
@@ -203,9 +210,11 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
 
 
 def _reason(result: Mapping[str, Any]) -> str:
-    others = [run for run in result["measured"] if run["speculative"] is not None]
+    others = [
+        run for run in result["measured"] if run["speculative"] is not None and run["tokens_per_round"] > 1.0
+    ]
     if not others:
-        return "plain decoding was the only one to run"
+        return "no other plan that was run gained a token"
     fastest = max(others, key=lambda run: run["tokens_per_s"])
     return (
         f"plain decoding is as good: the fastest other plan ({fastest['plan_text']}) gave"
@@ -238,4 +247,9 @@ def _scalar(value: Any) -> str:
         and value.lower() not in _NOT_TEXT
     ):
         return value
-    return json.dumps(value, ensure_ascii=False)
+    return "".join(_character(each) for each in json.dumps(value, ensure_ascii=False))
+
+
+def _character(each: str) -> str:
+    """What YAML would refuse, or read as the end of a line, by its number."""
+    return each if each.isprintable() else f"\\U{ord(each):08x}"

@@ -124,12 +124,16 @@ def choose(measured: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], st
     ]
     chosen = min(near, key=lambda each: each[:2])[2]
     fastest = min(near, key=lambda each: each[1])[2]
+    of = "" if len(gaining) == len(others) else " of plain decoding and the plans that gain a token"
     if noise is None:
-        return chosen, "the fastest of a single run each, which does not tell noise: give --repeats 3 or more"
+        return (
+            chosen,
+            f"the fastest{of} by a single run of each, which does not tell noise: give --repeats 3 or more",
+        )
     text = f"the noise of the repeats ({noise - 1:.1%})"
     if len(near) == 1:
-        return chosen, f"the fastest by more than {text}"
-    reason = f"the simplest of {len(near)} that are within {text} of the fastest"
+        return chosen, f"the fastest{of} by more than {text}"
+    reason = f"the simplest of {len(near)} that are within {text} of the fastest{of}"
     return chosen, reason if chosen is fastest else f"{reason}, {fastest['plan_text']}"
 
 

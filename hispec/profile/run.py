@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
+from ..loading.target_model import select_device
 from ..measure.latency import check_room, measure_latency
 from ..measure.yardstick import Yardstick
 from ..sampling_params import SamplingParams
@@ -40,7 +41,7 @@ def profile_to_files(
     job: Job, options: ProfileOptions, targets: Targets, *, progress: bool = True
 ) -> dict[str, Any]:
     """As `run_profile`, and writes what `targets` asks for. Whatever fails, no file is left half-written."""
-    targets.check()
+    targets.check(job)
     try:
         result = run_profile(job, options, progress=progress)
     except KeyboardInterrupt:
@@ -70,7 +71,8 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     options = options.model_copy(
         update={"batch_size": min(options.batch_size or job.engine.max_num_seqs, len(rows))}
     )
-    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
+    # Now, so that its load is that of others.
+    measured_on, others = environment(select_device(job.engine.device)), watch_others()
     from ..llm import LLM
 
     settings = job.engine.model_dump() | {
@@ -83,7 +85,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     # job's.
     with LLM(
         job.model,
-        speculative=own if own is not None and own.draft.traits.has_model else None,
+        speculative=_fixed(own) if own is not None and own.draft.traits.has_model else None,
         scheduling=job.scheduling,
         **settings,
     ) as llm:
@@ -91,15 +93,22 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
             own.plan(llm.decoder.config.num_layers)
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         llm.set_speculative(None)
-        max_tokens = options.max_tokens or job.sampling.max_tokens or llm.engine.max_model_len
-        options = options.model_copy(update={"max_tokens": max_tokens})
+        # None: as many as there is room for, which the admission knows.
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=options.max_tokens or job.sampling.max_tokens,
+            ignore_eos=job.sampling.ignore_eos,
+        )
         candidates = find_candidates(
             llm.engine.pretrained, folder, own, must_be_trained=None in trained_paths(own)
         )
         plans = all_plans(options, candidates, own)
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
+        check_served(llm, prompts, sampling)
+        most = max(llm.engine.admission.most_tokens(len(prompt), sampling) for prompt in prompts)
+        options = options.model_copy(update={"max_tokens": most})
         session = Session(llm, draft_model, candidates, plans, options, progress, job.engine.max_run_ms)
-        result = session.profile(prompts, [task_of(row) for row in rows], ignore_eos=job.sampling.ignore_eos)
+        result = session.profile(prompts, [task_of(row) for row in rows], sampling)
     return {
         "model": job.model,
         "date": datetime.date.today().isoformat(),
@@ -112,13 +121,22 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
 
 
 def _with_whole_paths(own: SpeculativeConfig | None) -> SpeculativeConfig | None:
-    """The job's plan, whose n-grams are found from everywhere, as presets need it."""
-    ngram = None if own is None else own.draft.ngram
-    if own is None or ngram is None or ngram.guess_path is None:
-        return own
-    path = str(expanded(ngram.guess_path).absolute())
-    draft = own.draft.model_copy(update={"ngram": ngram.model_copy(update={"guess_path": path})})
+    """The job's plan, whose n-grams and draft model are found from everywhere, as presets need it."""
+    if own is None:
+        return None
+    draft, ngram = own.draft, own.draft.ngram
+    if ngram is not None and ngram.guess_path is not None:
+        path = str(expanded(ngram.guess_path).absolute())
+        draft = draft.model_copy(update={"ngram": ngram.model_copy(update={"guess_path": path})})
+    # One that is no file or folder is a name that `hispec fetch` knows, or a hub's.
+    if draft.traits.has_model and draft.path is not None and expanded(draft.path).exists():
+        draft = draft.model_copy(update={"path": str(expanded(draft.path).absolute())})
     return own.model_copy(update={"draft": draft})
+
+
+def _fixed(own: SpeculativeConfig) -> SpeculativeConfig:
+    """The plan without a controller, for which a latency profile would be measured that nothing here uses."""
+    return own.model_copy(update={"control": "fixed", "goodput": None})
 
 
 @dataclass(frozen=True)
@@ -137,22 +155,19 @@ class Session:
     def _max_run_ms(self) -> float:
         return self.max_run_ms if self.llm.decoder.device.type == "cpu" else 0.0
 
-    def profile(self, prompts: list[TokenIds], tasks: list[str], *, ignore_eos: bool) -> dict[str, Any]:
-        """The part of the result that is measured or predicted with the model."""
+    def profile(self, prompts: list[TokenIds], tasks: list[str], sampling: SamplingParams) -> dict[str, Any]:
+        """The part of the result that is measured or predicted with the model; it can serve all prompts."""
         llm, decoder, options, progress = self.llm, self.llm.decoder, self.options, self.progress
-        batch_size, room = options.batch_size or 1, llm.engine.max_model_len
-        max_tokens = options.max_tokens or room
+        batch_size, admission = options.batch_size or 1, llm.engine.admission
         self._check_window()
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        check_served(llm, prompts, sampling)
         warm_up(llm, prompts[:batch_size], sampling)
-        yard = decoder, prompts, max_tokens, batch_size, options.max_window
+        yard = decoder, prompts, options.max_tokens or 1, batch_size, options.max_window
         with Yardstick(*yard) as yardstick:
             outputs, steps = generate_in_steps(
                 llm, prompts, sampling, progress=progress, between=yardstick.measure
             )
         answers = [
-            Answer(prompt, output, min(max_tokens, room - len(prompt)), task)
+            Answer(prompt, output, admission.most_tokens(len(prompt), sampling), task)
             for prompt, output, task in zip(prompts, outputs, tasks, strict=True)
         ]
         ngrams, most_looked_up = lookups_of(self.plans)

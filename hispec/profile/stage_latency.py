@@ -12,6 +12,7 @@ from ee_models.exits import AdapterExit
 
 from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
+from ..errors import ConfigError
 from ..jobs.schema import Job
 from ..latency.profile_file import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
@@ -35,16 +36,23 @@ _COLUMNS: dict[str, Callable[[StageCost], str]] = {
 
 
 def profile_latency(
-    job: Job, path: Path | None, *, max_window: int | None = None, progress: bool = True
+    job: Job,
+    path: Path | None,
+    *,
+    max_window: int | None = None,
+    job_file: Path | None = None,
+    progress: bool = True,
 ) -> tuple[LatencyProfile, Path]:
     """Measures the job's model with the exits and the draft model that its plans may use, and writes the
     profile -> it, and where it is.
 
-    path        None = where it is kept for this model on this machine
+    path        None = where it is kept for this model on this machine; not job_file, where the job is from
     max_window  places of a row's round at most; None = those of the job's plan
     Raises ConfigError and CheckpointError before anything is measured.
     """
-    Targets(latency=path).check()
+    Targets(latency=path, job_file=job_file).check(job)
+    if max_window is not None and max_window < 1:
+        raise ConfigError(f"--max-window {max_window}: a round has one place at least; give 1 or more")
     own = job.speculative
     # The rows that are measured have KV of their own, and nothing is served meanwhile.
     settings = job.engine.model_dump() | {"num_kv_blocks": 1, "warm_up": False, "trace": None}
@@ -53,8 +61,8 @@ def profile_latency(
         layers = [each.layer for each in exits] if exits or own is None else exit_layers(own, [])
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         place = path or kept_path(subject_of(llm.decoder, layers, exits, draft_model))
-        Targets(latency=place).check()
-        window = max_window or _window_of(own, llm.decoder.config.num_layers)
+        Targets(latency=place, job_file=job_file).check(job)
+        window = _window_of(own, llm.decoder.config.num_layers) if max_window is None else max_window
         profile = measure_latency(
             llm.decoder,
             layers,

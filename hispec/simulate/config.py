@@ -306,6 +306,8 @@ class ControlSettings(Settings):
             raise ValueError(
                 f"{name}={shown(getattr(self, name))} means nothing for kind={self.kind!r}; leave it out"
             )
+        if twice := [name for name in self.routes or () if (self.routes or ()).count(name) > 1]:
+            raise ValueError(f"routes names {shown(twice[0])} more than once; name it once")
         if self.goodput is not None:
             for name, instead in _NOT_SIMULATED.items():
                 if (value := getattr(self.goodput, name)) is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from ..errors import ConfigError
 from ..trace.records import RequestRecord
 from ..trace.writer import read_trace
+from ..utils.files import expanded
 from .config import SimulationConfig
 from .distributions import Floats, Ints
 from .workload import Recorded, Workload, shares_of
@@ -22,7 +22,7 @@ def read_recording(config: SimulationConfig) -> Workload | None:
     Raises ConfigError for a file that cannot be read or has none."""
     if config.requests.trace is None:
         return None
-    path = Path(config.requests.trace)
+    path = expanded(config.requests.trace)
     requests = sorted(
         (each for each in read_trace(path).requests if each.output_tokens), key=lambda each: each.arrival
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from ..config import GoodputConfig
@@ -13,6 +12,7 @@ from ..latency.model import LatencyModel, Linear
 from ..latency.profile_file import load
 from ..scheduling.make import make_policy
 from ..scheduling.sjf import ShortestRemaining
+from ..utils.files import expanded
 from .batch_state import Setup
 from .config import ControlSettings, LatencySettings, SimulationConfig, SystemSettings
 from .predictors import make_predictor, predicted_lengths
@@ -27,7 +27,7 @@ def latency_of(settings: LatencySettings) -> LatencyModel:
         stages = {name: Linear(**each.model_dump()) for name, each in settings.stages.items()}
         return LatencyModel(stages, settings.is_static, settings.row_buckets)
     assert settings.path is not None
-    return load(Path(settings.path)).model()
+    return load(expanded(settings.path)).model()
 
 
 def make_replicas(

@@ -235,10 +235,12 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
         )
     outputs = None if source.outputs is None else _read_outputs(source.outputs)
     index = -1
-    for number, raw in enumerate(lines[: source.limit], start=1):
+    for number, raw in enumerate(lines, start=1):
         if not raw.strip():
             continue
         index += 1
+        if index == source.limit:
+            break
         where = f"{path}, line {number}"
         try:
             row = json.loads(raw)

@@ -154,7 +154,7 @@ def _train_adapters(run: Run) -> Outcome:
         make_adapter(exit_, adapters.init, checkpoint, frequent, config.seed) for exit_ in adapters.exits
     ]
     exits = Exits(modules, head, model.rope.inv_freq(model.head_dim))
-    numbers = range(len(training), len(run.examples))
+    numbers = range(len(training), len(ordered))
     task = AdaptersTask(exits, store, ordered, numbers, run.loop.batch_size, config.seed)
     outcome = run.train(task)
     if run.is_main:

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 BUSY_SHARE = 0.5  # load before a measurement, as a share of the cores
 # Of the cores, that others take during one: every matrix product waits for its slowest thread, so little
@@ -16,17 +19,18 @@ BUSY_SHARE = 0.5  # load before a measurement, as a share of the cores
 OTHERS_SHARE = 0.1
 
 
-def environment() -> dict[str, Any]:
+def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Hardware and versions; `cores` are those this process may use, `load` is how many programs wanted one
-    in the last minute."""
+    in the last minute, `gpu` is the device that is used: None for a CPU; without a device torch's own GPU."""
     import torch
 
+    has_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name(device) if has_gpu else None,
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -14,7 +15,7 @@ import pytest
 
 from ee_models.errors import CheckpointError
 from hispec import __version__
-from hispec.cli import main
+from hispec.cli import env, main
 from tests.helpers.command import ENVIRONMENT, SLOW_RUN
 from tests.helpers.fake_llm import FakeLLM
 
@@ -134,6 +135,14 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=30) == 141
+
+
+def test_a_terminal_of_another_encoding_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    monkeypatch.setattr(env, "_env", lambda options: print("draft≥0.5") or 0)
+    assert main(["env"]) == 0
+    assert written.getvalue() == b"draft\\u22650.5\n"
 
 
 def test_env_says_what_a_bug_report_needs_and_nothing_private(

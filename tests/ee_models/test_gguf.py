@@ -97,6 +97,7 @@ def test_a_file_without_tokenizer_has_none(tmp_path: Path) -> None:
         ({"embedding_scale": 12.0}, "llama.embedding_scale is 12.0; supported: 0 or 1"),
         ({"residual_scale": 0.25}, "llama.residual_scale is 0.25; supported: 0 or 1"),
         ({"logit_scale": 8.0}, "llama.logit_scale is 8.0; supported: 0 or 1"),
+        ({"rope__freq_base": "x"}, "rope theta is .x.; supported: a number above 0"),
         ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported: none, linear"),
         ({"rope__dimension_count": 8}, "llama.rope.dimension_count is 8; supported: the head dimension, 16"),
         ({"attention__head_count_kv": 3}, "num_kv_heads is 3; supported: a divisor of num_heads = 4"),

@@ -66,6 +66,7 @@ def test_a_single_repeat_gives_the_fastest_that_gains_and_says_what_it_lacks() -
     runs = [made_up(None, 1.0, 10.0), made_up(NARROW, 1.0, 10.3), made_up(WIDE, 1.2, 10.1)]
     chosen, reason = choose(runs)
     assert chosen is runs[2] and "--repeats 3" in reason
+    assert "fastest of plain decoding and the plans that gain a token" in reason  # NARROW was faster
 
 
 def test_a_ratio_lies_in_the_middle_of_its_interval_however_the_repeats_vary() -> None:

@@ -24,6 +24,8 @@ from tests.helpers.profile_job import SMALL, write_job
         (["--json", "{folder}"], ["--json", "not a regular file", "choose another path"]),
         (["--json", "{folder}/taken.yaml/x.json"], ["--json", "cannot write to", "taken.yaml"]),
         (["--json", "{folder}/a", "--write-preset", "{folder}/a"], ["--json and --write-preset both name"]),
+        (["--json", "{folder}/job.yaml"], ["--json", "job.yaml is read by this command"]),
+        (["--write-preset", "{folder}/in.jsonl", "--overwrite"], ["--write-preset", "is read by this"]),
         (["--plots", "{folder}/taken.yaml"], ["--plots", "cannot write to"]),
         (["--exits", "{folder}"], ["--exits", "holds no exits"]),
         (["--max-drafts", "6"], ["max_drafts=6", "max_window=6", "to 5"]),
@@ -94,7 +96,7 @@ def test_plots_without_matplotlib_say_what_to_install(
     assert "pip install '.[plots]' in a checkout" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("given", "of_job", "taken"), [(None, 24, 24), (5, 24, 5), (None, None, 128)])
+@pytest.mark.parametrize(("given", "of_job", "taken"), [(None, 24, 24), (5, 24, 5), (None, None, 124)])
 def test_answers_are_as_long_as_the_jobs_unless_told_otherwise(
     tiny_path: Path,
     tmp_path: Path,
@@ -107,3 +109,36 @@ def test_answers_are_as_long_as_the_jobs_unless_told_otherwise(
     job = load_job(write_job(tmp_path, tiny_path, sampling={"max_tokens": of_job}))
     result = run_profile(job, ProfileOptions(max_tokens=given), progress=False)
     assert result["options"]["max_tokens"] == taken
+
+
+def test_answers_without_a_number_take_what_kv_blocks_leave(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run of the job does."""
+    monkeypatch.setattr(profile_run.Session, "profile", lambda self, *args, **fields: {})
+    engine = {"max_num_seqs": 2, "max_model_len": 128, "block_size": 16, "num_kv_blocks": 3}
+    path = write_job(tmp_path, tiny_path, engine=engine, sampling={"max_tokens": None})
+    shortest = len("1+1=")
+    result = run_profile(load_job(path), ProfileOptions(), progress=False)
+    assert result["options"]["max_tokens"] == 3 * 16 + 1 - shortest
+
+
+@pytest.mark.parametrize("window", ["0", "-3"])
+def test_a_latency_profile_of_no_places_is_refused_before_the_model_is_loaded(
+    window: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, tmp_path / "no model")
+    line = ["profile", str(job), "--latency", str(tmp_path / "latency.json"), "--max-window", window]
+    assert main(line) == 2
+    assert f"--max-window {window}: a round has one place at least" in capsys.readouterr().err
+
+
+def test_a_latency_profile_does_not_replace_the_job(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, tiny_path)
+    before = job.read_text()
+    for mode in (["--latency", str(job)], ["--numbers", "float32", "int8", "--json", str(job)]):
+        assert main(["profile", str(job), *mode]) == 2
+        assert "job.yaml is read by this command" in capsys.readouterr().err
+    assert job.read_text() == before

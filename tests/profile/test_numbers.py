@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hispec.cli import main
-from hispec.errors import ConfigError
+from hispec.errors import ConfigError, RequestError
 from hispec.jobs.bench_runs import Group, Runs
 from hispec.jobs.load import load_job
 from hispec.profile import numbers
@@ -153,3 +153,30 @@ def test_numbers_that_cannot_be_had_are_named_and_the_others_compared(
     error = capsys.readouterr().err
     assert "--numbers float32 int4: there is nothing to compare float32 with" in error
     assert "int4 is for others" in error
+
+
+def test_numbers_that_overflow_are_named_and_the_others_compared(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = numbers._compare
+
+    def compared(llm: Any, first: Any, name: str, *others: Any) -> Any:
+        if name == "bfloat16":
+            raise RequestError("prompt 0: the model's logits are nan")
+        return real(llm, first, name, *others)
+
+    monkeypatch.setattr(numbers, "_compare", compared)
+    assert main(["profile", str(job), *SHORT, "--numbers", "float32", "bfloat16", "int8"]) == 0
+    assert "bfloat16 is not to be had here: prompt 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("repeats", "is_known"), [(1, False), (2, True)])
+def test_a_few_batches_tell_no_interval_by_a_single_repeat(repeats: int, is_known: bool) -> None:
+    groups = [Group("task", [number]) for number in range(5)]
+    runs = [Runs(groups), Runs(groups)]
+    for each, second in zip(runs, (1.0, 1.1), strict=True):
+        for repeat in range(repeats):
+            each.begin_run()
+            each.seconds[-1][:] = [second + 0.01 * (at + repeat) for at in range(5)]
+            each.outputs[-1][:] = [[1, 2]] * 5
+    assert (numbers._ratio(*runs)[1] is not None) == is_known

@@ -22,14 +22,15 @@ from hispec.config import NgramConfig
 from hispec.control.candidates import trained_paths
 from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
-from hispec.jobs.schema import RunConfig
+from hispec.jobs.schema import Job, RunConfig
 from hispec.latency.model import LatencyModel
 from hispec.latency.profile_file import StageCost
 from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder
+from hispec.profile.options import ProfileOptions
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
-from hispec.profile.preset import COMMENTS, preset_text
+from hispec.profile.preset import COMMENTS, _scalar, preset_text
 from hispec.profile.report import print_profile
 from hispec.profile.results import choose
 from tests.helpers.adapters import TINY_MLP, make_exits
@@ -374,6 +375,31 @@ def test_the_jobs_draft_model_is_profiled(
         <= 3
     )
     assert "A draft model's own layers are left out" in capsys.readouterr().out
+
+
+def test_a_draft_models_path_is_whole_and_no_controller_is_started_for_it(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preset is read from other folders; and what a controller would measure, nothing here uses."""
+    monkeypatch.setattr(profile_run.Session, "profile", lambda self, *args: {"plans": self.plans})
+    monkeypatch.chdir(tiny_path.parent)
+    own = {"draft": {"kind": "model", "path": tiny_path.name}, "control": "goodput", "graphs": False}
+    own["goodput"] = {"latency": str(tmp_path / "nowhere.json")}
+    job = Job.model_validate(
+        yaml.safe_load(write_job(tmp_path, tiny_path).read_text())
+        | {"speculative": own, "input": {"path": str(tmp_path / "in.jsonl")}}
+    )
+    result = profile_run.run_profile(job, ProfileOptions(drafters=("model", "ngram")), progress=False)
+    assert result["draft_model"] == str(tiny_path)
+    assert {plan.draft.path for plan in result["plans"]} == {str(tiny_path), None}
+    assert not any(plan.graphs for plan in result["plans"])
+
+
+@pytest.mark.parametrize(
+    "stop", ["\x7f", "\x80", "a\x85b", "\u2028", "\uffff", "\ufeff", "é → 😀", '"\\\t\n']
+)
+def test_text_of_any_characters_is_read_back_as_it_was(stop: str) -> None:
+    assert yaml.safe_load(_scalar([stop])) == [stop]
 
 
 def test_default_layers_lie_inside_of_any_model() -> None:

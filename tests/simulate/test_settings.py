@@ -57,6 +57,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"latency": {}}, "latency.stages or latency.path"),
     (
+        {
+            "routes": MODEL,
+            "systems": {"only": {"control": {"kind": "goodput", "routes": ["model", "model"]}}},
+        },
+        "routes names 'model' more than once",
+    ),
+    (
         {"latency": {"stages": {"plain": {"knots": [[2, 3], [1, 5]]}}}},
         "plain.knots: must rise: more tokens cost no less, but (2, 3) is followed by (1, 5)",
     ),

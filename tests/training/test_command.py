@@ -278,6 +278,20 @@ def test_nothing_left_to_train_on_is_said_before_states_are_computed(
     assert not (tmp_path / "out" / "work" / "states").exists()
 
 
+def test_rows_that_stand_twice_are_no_more_held_out_examples_than_there_are(
+    tmp_path: Path, model: Path
+) -> None:
+    """What equals a held-out example is not trained on; and what is left is fewer than all."""
+    config = write_config(tmp_path, model, data={"prompts": [{"path": "twice.jsonl"}]})
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"No {n}."}]}
+        for n in range(9)
+    ]
+    (tmp_path / "twice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 3 * rows))
+    run_training(load_training(config, []), progress=False)
+    assert (tmp_path / "out" / TENSORS).exists()
+
+
 def test_data_alone_and_then_the_rest(tmp_path: Path, model: Path, trained: Path) -> None:
     config = write_config(tmp_path, model)
     assert train(config, "--only-data") == 0

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from hispec.utils import environment
 from hispec.utils.environment import busy_text, watch_others
@@ -54,3 +55,11 @@ def test_a_busy_machine_is_told_by_load_before_and_by_others_meanwhile(
 ) -> None:
     expected = None if text is None else f"Other programs were running {text}"
     assert busy_text({"cores": 2, **values}) == expected
+
+
+def test_a_gpu_is_that_of_the_device_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU of {device}")
+    assert environment.environment()["gpu"] == "GPU of None"  # torch's own
+    assert environment.environment(torch.device("cuda:1"))["gpu"] == "GPU of cuda:1"
+    assert environment.environment(torch.device("cpu"))["gpu"] is None

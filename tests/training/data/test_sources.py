@@ -60,6 +60,15 @@ def test_sources_are_taken_together_up_to_their_limits_and_shuffled_by_the_seed(
     assert questions(0) == questions(0) != questions(1)
 
 
+@pytest.mark.usefixtures("no_model")
+def test_a_limit_counts_rows_and_no_blank_lines(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lines = [line for number in range(10) for line in (b"", answered(number))]
+    source = {"path": str(write(tmp_path / "one.jsonl", lines)), "limit": 6}
+    assert len(examples_of(make_config(model, tmp_path, [source]), tmp_path, tokenizer)) == 6
+
+
 def test_what_each_source_gave_is_said(
     tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
