@@ -1,6 +1,7 @@
 """What attention does with a tile of positions on a CPU that has products in bfloat16 (`kernels.numba_tiles`,
 `kernels.numba_pairs`): keys and values in bfloat16 are laid out as these read them, scores and weighted sums
-are products of theirs.
+are products of theirs. Where few queries read a tile, vectors of pairs take keys and values from where they
+lie, and turn them on the way; they are added up in the same order.
 
 Queries and weights are rounded to bfloat16; scores, peaks, totals and sums stay float32. Numbers that are
 missing, of a head narrower than a tile or of positions past the last, are zeros: they add nothing to finite

@@ -199,10 +199,13 @@ def _attend_unit(
             queries[i, d] = q[token, head, d] * scale
     places, places_ahead = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     scores = np.empty((most, TILE), np.float32)
-    is_narrow = 1 if in_bfloat16 else 0  # arrays for the other way are empty
+    # Two blocks of queries still cost less than keys and values that are laid out.
+    reads_places = in_bfloat16 and narrow.READS_PLACES and num_per_head <= 2 * most and dims == head_dim
+    # Arrays for other ways are empty.
+    is_narrow, is_packed = 1 if in_bfloat16 else 0, 1 if in_bfloat16 and not reads_places else 0
     packed_queries = np.zeros((is_narrow * num_rows, dims), np.int16)
-    packed_keys = np.zeros((is_narrow * TILE // WIDTH, dims // 2, WIDTH, 2), np.int16)
-    packed_values = np.zeros((is_narrow * dims // WIDTH, TILE // 2, WIDTH, 2), np.int16)
+    packed_keys = np.zeros((is_packed * TILE // WIDTH, dims // 2, WIDTH, 2), np.int16)
+    packed_values = np.zeros((is_packed * dims // WIDTH, TILE // 2, WIDTH, 2), np.int16)
     packed_weights = np.zeros((is_narrow * most, TILE), np.int16)
     tile_keys = np.empty(((1 - is_narrow) * TILE // COLUMNS, head_dim, COLUMNS), np.float32)
     if in_bfloat16:
@@ -236,7 +239,6 @@ def _attend_unit(
                 i = (kv_head - first_head) * num_per_head + (token - first) * group
                 end = i + num_in_turn * group
                 num_blocks = (end - i + most - 1) // most
-                reads_places = narrow.READS_PLACES and num_blocks <= 2 and dims == head_dim
                 if in_bfloat16 and not reads_places:
                     narrow.pack_keys(all_keys, head_dim, places, count, packed_keys, asked)
                     narrow.pack_values(all_values, head_dim, places, count, packed_values, asked_values)
@@ -246,7 +248,7 @@ def _attend_unit(
                     num = (end - i) // (num_blocks - block)  # blocks as alike as can be
                     longest = min(count, np.max(lengths[i : i + num]) - start)
                     if longest > 0:
-                        if in_bfloat16 and reads_places:
+                        if reads_places:
                             narrow.score_placed(
                                 packed_queries[i:], num, all_keys, places, longest, scores, asked
                             )
@@ -260,7 +262,7 @@ def _attend_unit(
                             # Addresses are taken here: numba frees an array that nothing names any more.
                             of_peak, of_total = peak.ctypes.data + at, total.ctypes.data + at
                             weigh(of_scores, seen, of_peak, of_total, shrink.ctypes.data + at)
-                        if in_bfloat16 and reads_places:
+                        if reads_places:
                             narrow.accumulate_placed(
                                 *(scores, packed_weights, all_values, places, longest, shrink, sums, i, num),
                                 asked_values,
