@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def copy_code(folder: Path) -> Path:
-    """What tests read: without a file of it they fail, whatever is planted."""
+    """What the tests of faults read: without a file of it they fail, whatever is planted."""
     for name in ("hispec", "ee_models", "cache", "tests", "examples", "docs", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md"):

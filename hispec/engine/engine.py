@@ -132,7 +132,7 @@ class Engine:
         self._names, self._numbers = itertools.count(), itertools.count()
         self.is_closed = self._is_draining = False
         self._switching_to: PlanSpec | None = None  # the plan that `_use` has begun to put in place
-        self._recorder = Recorder(config, name, scheduling.policy)
+        self._recorder = Recorder(config, name, scheduling.policy, decoder.device)
         self._rounds = RoundRunner(
             config,
             self._scheduler,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..control.choice import Choice, Control, FixedControl
@@ -18,6 +18,9 @@ from ..scheduling.request import Request
 from ..trace.writer import TraceWriter
 from ..utils.environment import environment
 
+if TYPE_CHECKING:
+    import torch
+
 _TracedRound = tuple[int, int, Sequence[int], Sequence[int]]  # as TraceWriter takes them
 
 
@@ -25,11 +28,11 @@ class Recorder:
     """Holds the controller in use, and earlier ones with what they have learnt; writes the trace, if there is
     one."""
 
-    def __init__(self, config: EngineConfig, model: str, policy: str) -> None:
-        """model, policy: names, for the trace."""
+    def __init__(self, config: EngineConfig, model: str, policy: str, device: torch.device) -> None:
+        """model, policy: names, for the trace, which says what GPU the device is."""
         self.control: Control = FixedControl(None)
         self._controls: dict[Hashable, Control] = {}
-        self._config, self._model, self._policy = config, model, policy
+        self._config, self._model, self._policy, self._device = config, model, policy, device
         self.is_tracing = True  # else decisions, rounds and requests are left out of the trace
         self._trace: TraceWriter | None = None
         self._rounds: dict[int, list[_TracedRound]] = {}  # of unfinished requests, by number
@@ -51,7 +54,7 @@ class Recorder:
                 policy=self._policy,
                 max_num_seqs=self._config.max_num_seqs,
                 routes=routes,
-                environment=environment(),
+                environment=environment(self._device),
             )
         if key not in self._controls and len(self._controls) >= MOST_KEPT:
             del self._controls[next(iter(self._controls))]

@@ -80,7 +80,10 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     """
     count_rows(job.input)
     rows = good_rows(job)
-    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
+    from ..loading.target_model import select_device
+
+    # Now, so that its load is that of others.
+    measured_on, others = environment(select_device(job.engine.device)), watch_others()
     with closing(make_llm(job, options)) as llm:
         result = time_engines(llm, job, options, rows, progress=progress)
     return result | {"environment": measured_on | {"others": others()}}

@@ -93,6 +93,15 @@ def pattern_of(config: InputConfig, path: Path) -> Path | None:
     return None
 
 
+def is_read(config: InputConfig, path: Path) -> bool:
+    """Whether `path` is there, and a file of the input: of those that need not be fetched, and without a look
+    at standard input."""
+    if not path.exists():
+        return False
+    files = [each for each in config.paths if isinstance(each, Path) and each.exists()]
+    return pattern_of(config, path) is not None or any(path.samefile(each) for each in files)
+
+
 def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     """Whether glob finds these names of folders and a file by the parts of a pattern."""
     if not pattern or not names:

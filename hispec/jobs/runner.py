@@ -98,7 +98,9 @@ def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | 
             _tidy_up(job, before, work, held, upload)
             return report
         inputs = describe_input(work.extent)
-        report.environment = environment()
+        from ..loading.target_model import select_device
+
+        report.environment = environment(select_device(job.engine.device))
         settings = {"enable_prefix_caching": False} if job.output.compare_plain else {}
         llm = stack.enter_context(closing(job.make_llm(**settings)))
         if on_loaded is not None:

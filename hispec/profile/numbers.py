@@ -89,6 +89,7 @@ def compare_numbers(job: Job, options: NumbersOptions, *, progress: bool = True)
             temperature=0.0, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos
         )
         check_served(llm, prompts, sampling)
+        generate(llm, prompts, sampling)  # what the first cannot do is no fault of the others
         lengths, speeds, found, refused = list(map(len, prompts)), [], [], {}
         for name in rest:
             try:
@@ -281,6 +282,8 @@ def print_numbers(result: Mapping[str, Any], job: Path, file: IO[str] | None = N
 def _advice(result: Mapping[str, Any], job: Path) -> str:
     best, max_kl = result["best"], result["options"]["max_kl"]
     if best == result["measured"][0]["numbers"]:
+        if any(each["interval"] is None for each in result["measured"][1:]):
+            return f"{best} it is: a single repeat of so few batches tells no speeds apart; give --repeats 3."
         return f"{best} it is: nothing else is faster, beyond chance, and within --max-kl={max_kl:g} of it."
     settings = " ".join(
         f"engine.{name}={'null' if value is None else value}" for name, value in engine_settings(best).items()

@@ -17,6 +17,8 @@ from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
+from ..loading.ee_packages import packages
+from ..loading.known_models import KNOWN_MODELS
 from ..loading.target_model import select_device
 from ..measure.latency import check_room, measure_latency
 from ..measure.yardstick import Yardstick
@@ -128,8 +130,9 @@ def _with_whole_paths(own: SpeculativeConfig | None) -> SpeculativeConfig | None
     if ngram is not None and ngram.guess_path is not None:
         path = str(expanded(ngram.guess_path).absolute())
         draft = draft.model_copy(update={"ngram": ngram.model_copy(update={"guess_path": path})})
-    # One that is no file or folder is a name that `hispec fetch` knows, or a hub's.
-    if draft.traits.has_model and draft.path is not None and expanded(draft.path).exists():
+    # Else it is a name that `hispec fetch` knows, or a hub's.
+    is_place = draft.path is not None and draft.path not in {*KNOWN_MODELS, *packages()}
+    if draft.traits.has_model and draft.path is not None and is_place and expanded(draft.path).exists():
         draft = draft.model_copy(update={"path": str(expanded(draft.path).absolute())})
     return own.model_copy(update={"draft": draft})
 

@@ -120,6 +120,13 @@ FAULTS = (
         BFLOAT16,
     ),
     Fault(
+        "vectors of pairs leave out the last of an odd number of values where they lie",
+        "ee_models/attention/numba_narrow_products.py",
+        "num_pairs = builder.udiv(builder.add(num_places, INT(1)), INT(2))",
+        "num_pairs = builder.udiv(num_places, INT(2))",
+        BFLOAT16,
+    ),
+    Fault(
         "attention by vectors of pairs leaves out the last of an odd number of values",
         "ee_models/attention/numba_narrow_products.py",
         "of_factors, num_pairs = factors.ctypes.data + 4 * i, (count + 1) // 2",
@@ -184,14 +191,14 @@ FAULTS = (
         BFLOAT16,
     ),
     Fault(
-        "sums of values that are multiplied where they lie change places",
+        "sums of values that vectors of pairs multiply where they lie change places",
         "ee_models/attention/numba_narrow_products.py",
         "for of in (0, WIDTH) for i in range(4)]",
         "for of in (WIDTH, 0) for i in range(4)]",
         BFLOAT16,
     ),
     Fault(
-        "scores of keys where they lie take the queries of the first sixteen bytes for all",
+        "vectors of pairs multiply keys where they lie by the queries' first sixteen bytes alone",
         "ee_models/attention/numba_narrow_products.py",
         "place = builder.add(start, INT(4 * p))",
         "place = builder.add(offset, INT(4 * p))",

@@ -401,7 +401,7 @@ def test_what_others_took_while_it_ran_is_in_the_result_and_said_if_it_is_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "watch_others", lambda: lambda: 1.2)
-    monkeypatch.setattr(bench, "environment", lambda: environment() | {"cores": 2, "load": 0.1})
+    monkeypatch.setattr(bench, "environment", lambda device: environment(device) | {"cores": 2, "load": 0.1})
     result = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
     assert result["environment"]["others"] == 1.2
     print_bench(result)

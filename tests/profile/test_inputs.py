@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hispec.cli import main
+from hispec.errors import ConfigError
 from hispec.jobs.load import load_job
 from hispec.profile import run as profile_run
-from hispec.profile.options import ProfileOptions
+from hispec.profile.options import ProfileOptions, Targets
 from hispec.profile.run import run_profile
 from tests.helpers.profile_job import SMALL, write_job
 
@@ -142,3 +143,14 @@ def test_a_latency_profile_does_not_replace_the_job(
         assert main(["profile", str(job), *mode]) == 2
         assert "job.yaml is read by this command" in capsys.readouterr().err
     assert job.read_text() == before
+
+
+def test_a_latency_profile_needs_no_input(tiny_path: Path, tmp_path: Path) -> None:
+    """Nor does it look at it: standard input would be waited for."""
+    job = load_job(write_job(tmp_path, tiny_path, input={"path": "-"}))
+    Targets(latency=tmp_path / "latency.json").check(job)
+    patterns = load_job(write_job(tmp_path, tiny_path, input={"path": str(tmp_path / "*.none")}))
+    (tmp_path / "latency.none").touch()
+    with pytest.raises(ConfigError, match="is read by this command"):
+        Targets(latency=tmp_path / "latency.none").check(patterns)
+    Targets(latency=tmp_path / "latency.json").check(patterns)

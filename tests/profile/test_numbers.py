@@ -180,3 +180,28 @@ def test_a_few_batches_tell_no_interval_by_a_single_repeat(repeats: int, is_know
             each.seconds[-1][:] = [second + 0.01 * (at + repeat) for at in range(5)]
             each.outputs[-1][:] = [[1, 2]] * 5
     assert (numbers._ratio(*runs)[1] is not None) == is_known
+
+
+def test_what_a_single_repeat_cannot_tell_is_said(job: Path) -> None:
+    """Not that nothing is faster."""
+    result = {
+        "best": "float32",
+        "options": {"max_kl": 0.005},
+        "measured": [{"numbers": "float32"}, measured("int8", 3.0, None, 0.001)],
+    }
+    assert "give --repeats 3" in numbers._advice(result, job)
+    result["measured"] = [{"numbers": "float32"}, measured("int8", 1.0, 0.9, 0.001)]
+    assert "nothing else is faster" in numbers._advice(result, job)
+
+
+def test_a_first_that_fails_is_no_fault_of_the_others(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbers, "_compare", lambda *args: pytest.fail("compared"))
+
+    def overflow(*_: Any) -> None:
+        raise RequestError("prompt 0: the model's logits are nan")
+
+    monkeypatch.setattr(numbers, "generate", overflow)
+    assert main(["profile", str(job), *SHORT, "--numbers", "float32", "int8"]) == 2
+    assert capsys.readouterr().err == "hispec: prompt 0: the model's logits are nan\n"
