@@ -58,8 +58,8 @@ _IN_ORDER = [
     for at in (0, WIDTH // 2)
 ]
 _HAS_PRODUCTS = HAS_TILES or numba_pairs.HAS_PAIRS
-# Whether keys and values of one block of queries are multiplied from where they lie: turned in the CPU's
-# vectors, which takes less time than to write them down as products read them, and to read that again.
+# Whether keys and values of few queries are multiplied from where they lie, and turned in the CPU's vectors:
+# that takes less time than to write them down as products read them, and to read that again.
 READS_PLACES = numba_pairs.HAS_PAIRS and not HAS_TILES
 QUERIES = numba_tiles.TILE if HAS_TILES else numba_pairs.BLOCK  # that are taken together, at most
 
