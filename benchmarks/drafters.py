@@ -172,13 +172,17 @@ def main() -> int:
             if search(predictor(better), of_layer)[0][0].ratio_to_plain >= WANTED * two.ratio_to_plain:
                 needed = better.agreement(better.exits[layer].tokens)
                 break
-        agrees = float((recording.exits[layer].tokens == recording.truth)[right].mean())
+        agreed = (recording.exits[layer].tokens == recording.truth)[right]
+        agrees = float(agreed.mean()) if right.any() else None
         result["needed"][layer] = {
             "agreement": now,
             "for_three_tiers": needed,
             "where_lookup_is_right": agrees,
         }
-        print(f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s} {agrees:30.1%}")
+        print(
+            f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s}"
+            f" {'nowhere' if agrees is None else f'{agrees:.1%}':>30s}"
+        )
     if arguments.json is not None:
         write_json(arguments.json, result)
     return 0
