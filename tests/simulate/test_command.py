@@ -97,6 +97,12 @@ def test_what_cannot_be_written_is_found_before_anything_is_run(
         assert capsys.readouterr().err.startswith(f"hispec: {flag}: ")
 
 
+def test_figures_do_not_replace_the_experiment(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = config.read_text()
+    assert main(["simulate", str(config), "--json", str(config)]) == 2
+    assert "is read by this command" in capsys.readouterr().err and config.read_text() == before
+
+
 def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(config), "--set", "arrivals.rates=[-1]"]) == 2
     printed = capsys.readouterr().err
