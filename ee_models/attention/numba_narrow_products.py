@@ -41,7 +41,7 @@ from ..kernels.numba_vectors import (
     store,
 )
 from ..kernels.threads import pointer
-from .numba_products import PAIRS, TILE, row_at, transposed
+from .numba_products import PAIRS, TILE, row_at, transposed, vector_at
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 _LINE, _HALF = 64, ir.IntType(16)
@@ -240,7 +240,7 @@ def pack_keys(keys: int, head_dim: int, places: Any, count: int, out: Any, asked
     whole = head_dim // GROUP * GROUP
     for j in range(0, count, WIDTH):
         own = places.ctypes.data + j * places.strides[0]
-        others = asked_places.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * places.strides[0]
+        others = vector_at(asked_places, j, num_asked)
         part = out[j // WIDTH]
         _pack_keys(keys, own, head_dim, part.ctypes.data, asked_keys, others)
         if whole < head_dim:
@@ -323,7 +323,7 @@ def score_placed(queries: Any, num: int, keys: int, places: Any, count: int, sco
     of_queries = queries.ctypes.data, queries.strides[0]
     for j in range(0, count, WIDTH):
         own = places.ctypes.data + j * places.strides[0]
-        others = asked_places.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * places.strides[0]
+        others = vector_at(asked_places, j, num_asked)
         of_scores = scores.ctypes.data + 4 * j, scores.strides[0]
         _score_placed(num, of_queries, keys, own, queries.shape[1], of_scores, asked_keys, others)
 

@@ -37,7 +37,17 @@ from ..kernels.numba_narrow import multiplies_bfloat16
 from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
 from . import numba_narrow_products as narrow
-from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, score, transpose, weigh
+from .numba_products import (
+    COLUMNS,
+    FAR_BELOW,
+    QUERIES,
+    TILE,
+    add_weighted,
+    score,
+    transpose,
+    vector_at,
+    weigh,
+)
 
 _TOKENS_PER_UNIT = 16  # at most
 _UNITS_PER_THREAD = 3  # at least, where there are tokens for it: one that is done takes what is left
@@ -90,7 +100,7 @@ def _transpose(keys: int, size: int, places: Any, count: int, out: Any, asked: A
     for j in range(0, count, WIDTH):
         to = out.ctypes.data + j // COLUMNS * bytes_per_part + 4 * (j % COLUMNS)
         own = places.ctypes.data + j * places.strides[0]
-        others = asked_places.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * places.strides[0]
+        others = vector_at(asked_places, j, num_asked)
         transpose(keys, size, own, head_dim, (to, bytes_per_row), asked_keys, others)
 
 

@@ -20,6 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..kernel_cache import njit
 from ..kernels.numba_math import exp
 from ..kernels.numba_vectors import (
     FLOAT,
@@ -261,3 +262,9 @@ transpose: Any = intrinsic(_transpose_intrinsic)
 score: Any = intrinsic(_score_intrinsic)
 add_weighted: Any = intrinsic(_add_weighted_intrinsic)
 weigh: Any = intrinsic(_weigh_intrinsic)
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def vector_at(places: Any, j: int, count: int) -> Any:
+    """The address of `places` from j on, or where j is past `count` places, of the last vector of them."""
+    return places.ctypes.data + min(j, (count - 1) // WIDTH * WIDTH) * places.strides[0]

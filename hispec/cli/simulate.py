@@ -28,12 +28,12 @@ def add(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from ..errors import ConfigError
     from ..simulate.report import print_simulation
     from ..simulate.run import load_simulation, simulate_to_files
 
     config = load_simulation(options.config, options.set)
-    if options.json is not None and options.json.exists() and options.json.samefile(options.config):
-        raise ConfigError(f"--json: {options.json} is read by this command; choose another path")
-    print_simulation(simulate_to_files(config, options.json, options.plots, progress=not options.no_progress))
+    result = simulate_to_files(
+        config, options.json, options.plots, config_file=options.config, progress=not options.no_progress
+    )
+    print_simulation(result)
     return OK

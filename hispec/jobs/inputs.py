@@ -58,19 +58,30 @@ def find_files(config: InputConfig) -> list[Path]:
             files += fetch(path)
         elif path == STANDARD:
             files.append(_standard_input())
-        elif path.exists() or not glob.has_magic(str(path)):
-            files.append(path)
-        else:
-            found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-            if not found:
-                raise ConfigError(f"input.path: no file is named like {path}")
+        elif found := _named(path):
             files += found
+        else:
+            raise ConfigError(f"input.path: no file is named like {path}")
     for path in files:
         if path.exists() and not path.is_file():
             raise ConfigError(f"input.path: {path} is not a regular file")
     if len({path.resolve() for path in files}) < len(files):
         raise ConfigError(f"input.path: {config} names a file twice; name each once")
     return files
+
+
+def local_files(config: InputConfig) -> list[Path]:
+    """Those of `find_files` that lie here: nothing is fetched, and standard input not waited for."""
+    return [
+        file for path in config.paths if isinstance(path, Path) and path != STANDARD for file in _named(path)
+    ]
+
+
+def _named(path: Path) -> list[Path]:
+    """The files of a pattern, by name; of a path that is none itself, whether it is there or not."""
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    return sorted(Path(name) for name in glob.glob(str(path), recursive=True))
 
 
 @cache
@@ -91,15 +102,6 @@ def pattern_of(config: InputConfig, path: Path) -> Path | None:
             if place.is_relative_to(folder) and _fits(place.relative_to(folder).parts, parts[first:]):
                 return pattern
     return None
-
-
-def is_read(config: InputConfig, path: Path) -> bool:
-    """Whether `path` is there, and a file of the input: of those that need not be fetched, and without a look
-    at standard input."""
-    if not path.exists():
-        return False
-    files = [each for each in config.paths if isinstance(each, Path) and each.exists()]
-    return pattern_of(config, path) is not None or any(path.samefile(each) for each in files)
 
 
 def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:

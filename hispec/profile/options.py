@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from ..config import Settings
 from ..config.base import Tuple
 from ..errors import ConfigError
-from ..jobs.inputs import is_read
+from ..jobs.inputs import local_files
 from ..jobs.schema import Job
 from ..utils.files import check_folder, check_target
 from ..utils.plots import check_matplotlib
@@ -97,18 +97,14 @@ class Targets:
     def check(self, job: Job) -> None:
         """Creates missing folders. Raises ConfigError for files that can't be written, or must not be
         replaced, as the job's own."""
+        read = [*local_files(job.input), *([] if self.job_file is None else [self.job_file])]
         for flag, path in (
             ("--json", self.json),
             ("--write-preset", self.preset),
             ("--latency", self.latency),
         ):
-            if path is None:
-                continue
-            check_target(flag, path)
-            of_job = self.job_file
-            is_job = of_job is not None and path.exists() and of_job.exists() and path.samefile(of_job)
-            if is_job or is_read(job.input, path):
-                raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
+            if path is not None:
+                check_target(flag, path, read)
         if self.preset is not None and self.preset.exists() and not self.overwrite:
             raise ConfigError(
                 f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path"

@@ -41,12 +41,17 @@ def load_simulation(path: Path, overrides: list[str]) -> SimulationConfig:
 
 
 def simulate_to_files(
-    config: SimulationConfig, json_path: Path | None, plots: Path | None, *, progress: bool = True
+    config: SimulationConfig,
+    json_path: Path | None,
+    plots: Path | None,
+    *,
+    config_file: Path | None = None,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """Runs `simulate` and writes its result, whole or not at all. Raises ConfigError for what cannot be
-    written, before anything is run."""
+    written, or is config_file, where the settings come from, before anything is run."""
     if json_path is not None:
-        check_target("--json", json_path)
+        check_target("--json", json_path, [] if config_file is None else [config_file])
     if plots is not None:
         check_matplotlib("--plots")
         check_folder("--plots", plots)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,11 +120,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_target(flag: str, path: Path) -> None:
+def check_target(flag: str, path: Path, read: Iterable[Path] = ()) -> None:
     """Creates the folder of a file that is to be written, as an option `flag` says. Raises ConfigError if
-    that cannot be."""
+    that cannot be, or must not, since it is one of those that are read."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
+    if path.exists() and any(source.exists() and path.samefile(source) for source in read):
+        raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
     check_folder(flag, path.parent)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -109,26 +109,24 @@ def run_through_interrupts(
     return [outputs[request_id] for request_id in ids]
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     """The process's, of tensors that say none."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return _meanwhile(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+def threads(count: int) -> AbstractContextManager[None]:
+    """Torch computes on so many threads, however many the machine has."""
+    return _meanwhile(torch.get_num_threads, torch.set_num_threads, count)
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Torch computes on so many threads, however many the machine has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def _meanwhile(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        put(before)
 
 
 def random_prompts(lengths: Sequence[int], vocab: int = 256, seed: int = 0) -> list[list[int]]:
