@@ -95,6 +95,7 @@ class RoundBatch:
     limits           [rows] int64: columns that the row may process: 0 = no row here, 1 = plain decoding, at
                      most window
     most_drafts      [rows] int64: drafts that a cycle of the row's may have, if these are a chain
+    most_checks      [rows] int64: draft cycles that the row may have before verify
     block_tables     [rows, max_blocks] int64, covering starts + limits positions
     max_context_len  int, at least as many for every row
     keeps_logits     whether the caller wants verify's logits after the round
@@ -105,6 +106,7 @@ class RoundBatch:
     starts: Tensor
     limits: Tensor
     most_drafts: Tensor
+    most_checks: Tensor
     block_tables: Tensor
     block_size: int
     max_context_len: int

@@ -60,6 +60,7 @@ def run(
         (Row.START, batch.starts),
         (Row.LIMIT, batch.limits),
         (Row.MOST_DRAFTS, batch.most_drafts),
+        (Row.MOST_CHECKS, batch.most_checks),
         (Row.CAP, together.caps),
         (Row.ROOM, together.rooms),
         (Row.END, together.ends),

@@ -44,7 +44,7 @@ class Stage(IntEnum):
 class Row(IntEnum):
     """What is known of each row: lines of `Rounds.of_rows` [lines, rows] int64.
 
-    START, LIMIT, MOST_DRAFTS   as RoundBatch has them
+    START, LIMIT, MOST_DRAFTS, MOST_CHECKS   as RoundBatch has them
     CAP, ROOM, END   columns that a round of the row's may process; tokens that it may still get; position up
                      to which it has KV blocks
     FIRST            columns that hold x_n and tentative tokens
@@ -58,19 +58,20 @@ class Row(IntEnum):
     START = 0
     LIMIT = 1
     MOST_DRAFTS = 2
-    CAP = 3
-    ROOM = 4
-    END = 5
-    FIRST = 6
-    FOUND = 7
-    PROPOSED = 8
-    COUNT = 9
-    LIVE = 10
-    ACCEPTED = 11
-    OWN = 12
-    COMMITTED = 13
-    NOTHING = 14
-    COUNTS = 15
+    MOST_CHECKS = 3
+    CAP = 4
+    ROOM = 5
+    END = 6
+    FIRST = 7
+    FOUND = 8
+    PROPOSED = 9
+    COUNT = 10
+    LIVE = 11
+    ACCEPTED = 12
+    OWN = 13
+    COMMITTED = 14
+    NOTHING = 15
+    COUNTS = 16
 
 
 def _ints(*names: str) -> list[tuple[str, Any]]:
@@ -287,6 +288,7 @@ def _check(p: Any, r: Any) -> None:
     _end_check(
         _tokens(r),
         rows[Row.LIMIT],
+        rows[Row.MOST_CHECKS],
         rows[Row.FIRST],
         rows[Row.ACCEPTED],
         rows[Row.OWN],

@@ -103,19 +103,27 @@ def take_drafts(
 
 def end_check(batch: RoundBatch, first: Tensor, verdict: Verdict, notes: Notes, cycle: int) -> Tensor:
     """Puts the check's own token after the drafts that it kept, in the rows that took part; stops those that
-    it is not sure enough of -> columns [rows] that hold what was put so far."""
+    it is not sure enough of, and those that have had their last cycle -> columns [rows] that hold what was
+    put so far."""
     if (twin := _twin(batch)) is not None:
-        num_accepted, goes_on = verdict.num_accepted, verdict.goes_on
         ended: Tensor = twin.end_check(
-            batch.tokens, batch.limits, first, num_accepted, verdict.token, goes_on, notes.kept, cycle
+            batch.tokens,
+            batch.limits,
+            batch.most_checks,
+            first,
+            verdict.num_accepted,
+            verdict.token,
+            verdict.goes_on,
+            notes.kept,
+            cycle,
         )
         return ended
     notes.kept[:, cycle] = verdict.num_accepted
     is_live = first < batch.limits
     batch.put_tokens(first + verdict.num_accepted + 1, verdict.token, is_live)
     num_put = first + (verdict.num_accepted + 1) * is_live
-    if verdict.goes_on is not None:
-        batch.stop(~verdict.goes_on, num_put)
+    stops = batch.most_checks <= cycle + 1
+    batch.stop(stops if verdict.goes_on is None else stops | ~verdict.goes_on, num_put)
     return num_put
 
 

@@ -104,6 +104,7 @@ def take_drafts(
 def _end_check(
     tokens: Any,
     limits: Any,
+    most_checks: Any,
     first: Any,
     accepted: Any,
     own: Any,
@@ -120,13 +121,14 @@ def _end_check(
             end += accepted[row] + 1
             tokens[row, min(end, last)] = own[row]
         out[row] = end
-        if goes_on.shape[0] > 0 and not goes_on[row]:
+        if cycle + 1 >= most_checks[row] or (goes_on.shape[0] > 0 and not goes_on[row]):
             limits[row] = end
 
 
 def end_check(
     tokens: Tensor,
     limits: Tensor,
+    most_checks: Tensor,
     first: Tensor,
     accepted: Tensor,
     own: Tensor,
@@ -136,7 +138,7 @@ def end_check(
 ) -> Tensor:
     """As `row_steps.end_check`."""
     out = np.empty(first.shape[0], np.int64)
-    of_rows = tokens.numpy(), limits.numpy(), first.numpy(), accepted.numpy(), own.numpy()
+    of_rows = (each.numpy() for each in (tokens, limits, most_checks, first, accepted, own))
     _end_check(*of_rows, _NEVER if goes_on is None else goes_on.numpy(), kept.numpy(), cycle, out)
     return torch.from_numpy(out)
 

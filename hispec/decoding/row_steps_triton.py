@@ -126,6 +126,7 @@ def take_drafts(
 def _end_check(
     tokens: tl.tensor,
     limits: tl.tensor,
+    most_checks: tl.tensor,
     first: tl.tensor,
     accepted: tl.tensor,
     own: tl.tensor,
@@ -147,14 +148,16 @@ def _end_check(
     tl.store(tokens + row * width + tl.minimum(end, width - 1), token, mask=is_row & (begin < limit))
     tl.store(kept + row * num_cycles + cycle, num_accepted, mask=is_row)
     tl.store(num_put + row, end, mask=is_row)
+    stops = tl.load(most_checks + row, mask=is_row, other=0) <= cycle + 1
     if goes_on is not None:
-        stops = tl.load(goes_on + row, mask=is_row, other=1) == 0
-        tl.store(limits + row, end, mask=is_row & stops)
+        stops = stops | (tl.load(goes_on + row, mask=is_row, other=1) == 0)
+    tl.store(limits + row, end, mask=is_row & stops)
 
 
 def end_check(
     tokens: Tensor,
     limits: Tensor,
+    most_checks: Tensor,
     first: Tensor,
     accepted: Tensor,
     own: Tensor,
@@ -164,13 +167,10 @@ def end_check(
 ) -> Tensor:
     """As `row_steps.end_check`."""
     (rows,), num_put = first.shape, torch.empty_like(first)
-    assert all(each.is_contiguous() for each in (tokens, limits, first, accepted, own, kept))
+    of_rows = tokens, limits, most_checks, first, accepted, own
+    assert all(each.is_contiguous() for each in (*of_rows, kept))
     _end_check[(triton.cdiv(rows, _BLOCK),)](
-        tokens,
-        limits,
-        first,
-        accepted,
-        own,
+        *of_rows,
         goes_on,
         kept,
         num_put,

@@ -88,6 +88,7 @@ class Recorder:
             caps=[int(inputs[Input.CAP, row]) for _, row, _ in rows],
             rooms=[request.max_tokens - request.num_output for request, _, _ in rows],
             most_drafts=[int(inputs[Input.DRAFTS, row]) for _, row, _ in rows],
+            most_checks=[int(inputs[Input.CHECKS, row]) for _, row, _ in rows],
             watched=flight.runtime.watched,
             context_tokens=sum(len(request.token_ids) for request, _, _ in rows),
             seconds=seconds,

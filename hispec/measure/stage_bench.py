@@ -355,6 +355,7 @@ class Rig:
             starts=torch.full((rows,), self._start, device=self._device),
             limits=torch.full((rows,), window, device=self._device),
             most_drafts=torch.full((rows,), window - 1, device=self._device),
+            most_checks=torch.ones(rows, dtype=torch.int64, device=self._device),
             block_tables=self._tables[:rows],
             block_size=_BLOCK_SIZE,
             max_context_len=(

@@ -241,6 +241,7 @@ def _text_ends(texts: Sequence[Sequence[int]], most: int, device: torch.device) 
         starts=starts.to(device),
         limits=torch.full((len(texts),), most + 1, device=device),
         most_drafts=torch.full((len(texts),), most, device=device),
+        most_checks=torch.ones(len(texts), dtype=torch.int64, device=device),
         block_tables=torch.zeros(len(texts), 0, dtype=torch.int64, device=device),
         block_size=_BLOCK_SIZE,
         max_context_len=int(starts.max()) + most + 1,

@@ -42,7 +42,7 @@ from .round_output import RowOutcome, pack, read_rows, unpack
 class Rows:
     """The rows of a round, on the host.
 
-    inputs         [5, rows] int64 by Input; of a round that was launched ahead of the host, token, start and
+    inputs         [6, rows] int64 by Input; of a round that was launched ahead of the host, token, start and
                    room are those of the round in which the row's request began
     requests       those that take part, with their rows; the other rows do nothing
     context_len    positions that any row may reach
@@ -135,15 +135,15 @@ class PackedLauncher:
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         num_rows, device = rows.inputs.shape[1], self._device
         window = np.zeros((num_rows, plan.window + 1), np.int64)
-        window[:, 0], starts, cap, room, most_drafts = rows.inputs
-        of_rows = np.empty((3, num_rows), np.int64)  # what is of one kind lies together
-        of_rows[0], of_rows[1], of_rows[2] = starts, np.minimum(cap, room), most_drafts
-        of_rows_there = torch.from_numpy(of_rows).to(device)
+        window[:, 0] = rows.inputs[Input.TOKEN]
+        inputs = torch.from_numpy(np.ascontiguousarray(rows.inputs)).to(device)  # each line lies together
+        _, starts, caps, rooms, most_drafts, most_checks = inputs
         batch = RoundBatch(
             tokens=torch.from_numpy(window).to(device),
-            starts=of_rows_there[0],
-            limits=of_rows_there[1],
-            most_drafts=of_rows_there[2],
+            starts=starts,
+            limits=torch.minimum(caps, rooms),
+            most_drafts=most_drafts,
+            most_checks=most_checks,
             block_tables=self._tables.tensor[:num_rows].to(device),
             block_size=self._block_size,
             max_context_len=rows.context_len,
@@ -153,7 +153,6 @@ class PackedLauncher:
         )
         # A single one of plain decoding is a single pass.
         if rows.num_rounds > 1 or (rows.num_rounds == 1 and not plan.is_plain):
-            _, _, caps, rooms, _ = torch.from_numpy(rows.inputs)
             together = Together(rows.num_rounds, _stop_ids(rows), caps, rooms, torch.tensor(rows.ends))
             result = run_together(*_how(runtime, plan), batch, runtime.gate(plan), together)
         else:
@@ -268,12 +267,13 @@ class StaticLauncher:
         keeps_logits: bool = False,
         watch: Watch | None = None,
     ) -> RoundBatch:
-        _, start, _, _, drafts = self._inputs[:, :num_rows]
+        _, start, _, _, drafts, checks = self._inputs[:, :num_rows]
         return RoundBatch(
             tokens=self._window(plan)[:num_rows],
             starts=start,
             limits=self._limits[:num_rows],  # every stage's graph reads them there
             most_drafts=drafts,
+            most_checks=checks,
             block_tables=self._block_tables[:num_rows],
             block_size=self._block_size,
             max_context_len=context_len,

@@ -13,24 +13,26 @@ from ee_models.kernels import runs_triton
 
 class Input(IntEnum):
     """What a round is told of a row: its last committed token, the position of that token, the most places
-    that it may process, the tokens that it may still output, and the most drafts of a cycle."""
+    that it may process, the tokens that it may still output, the most drafts of a cycle, and the most cycles
+    of a draft and a check."""
 
     TOKEN = 0
     START = 1
     CAP = 2
     ROOM = 3
     DRAFTS = 4
+    CHECKS = 5
 
 
 def begin(inputs: Tensor, tokens: Tensor, limits: Tensor) -> None:
-    """Writes the first column of tokens [rows, window + 1] and limits [rows], from inputs [5, at least
+    """Writes the first column of tokens [rows, window + 1] and limits [rows], from inputs [6, at least
     rows] by Input."""
     if runs_triton(inputs.device):
         from . import round_inputs_triton
 
         round_inputs_triton.begin(inputs, tokens, limits, Input.TOKEN, Input.CAP, Input.ROOM)
         return
-    token, _, cap, room, _ = inputs[:, : len(limits)]
+    token, _, cap, room, _, _ = inputs[:, : len(limits)]
     torch.minimum(cap, room, out=limits)
     tokens[:, 0] = token
 
@@ -43,7 +45,7 @@ def advance(inputs: Tensor, tokens: Tensor, counts: Tensor) -> None:
 
         round_inputs_triton.advance(inputs, tokens, counts, Input.TOKEN, Input.START, Input.ROOM)
         return
-    token, start, _, room, _ = inputs[:, : len(counts)]
+    token, start, _, room, _, _ = inputs[:, : len(counts)]
     token.copy_(tokens.gather(1, counts.unsqueeze(1)).squeeze(1))
     start += counts
     room -= counts

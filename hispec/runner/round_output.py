@@ -168,6 +168,7 @@ def make_observation(
     caps: Sequence[int],
     rooms: Sequence[int],
     most_drafts: Sequence[int],
+    most_checks: Sequence[int],
     watched: Sequence[int],
     context_tokens: int,
     seconds: float,
@@ -176,14 +177,15 @@ def make_observation(
 
     rows          number and outcome of each request
     caps, rooms   places of each request in a round at most; tokens that it may still get before the first
-    most_drafts   drafts of each request in a cycle at most
+    most_drafts, most_checks   drafts of each request in a cycle, and its cycles, at most
     watched       layers of the exits that were watched
     context_tokens   positions of all rows before it
     """
     cycles: list[tuple[int, int, int, int, int]] = []
     verified: list[tuple[int, int, int, int, int]] = []
     if choice.route is not None:
-        for (number, outcome), cap, room, most in zip(rows, caps, rooms, most_drafts, strict=True):
+        of_rows = zip(rows, caps, rooms, most_drafts, most_checks, strict=True)
+        for (number, outcome), cap, room, most, num_checks in of_rows:
             for of_row in outcome.rounds:
                 first, limit = 0, min(cap, room)
                 room -= of_row.committed
@@ -197,7 +199,7 @@ def make_observation(
                     first += kept + 1
                 if first:
                     went_on = len(of_row.drafted) - 1
-                    is_stopped = went_on + 1 < choice.plan.num_checks and of_row.tentative < limit
+                    is_stopped = went_on + 1 < num_checks and of_row.tentative < limit
                     verified.append(
                         (number, of_row.tentative, of_row.accepted, went_on, went_on + is_stopped)
                     )

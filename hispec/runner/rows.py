@@ -21,7 +21,7 @@ def make_rows(
     inputs, context_len, most_places, ends = [], 0, 0, []
     for row, request in enumerate(running):
         inputs.append(_inputs_of(request, choice, limits.get(row, 0)))
-        _, start, cap, room, _ = inputs[-1]
+        _, start, cap, room, _, _ = inputs[-1]
         most_places = max(most_places, min(cap, room))
         ends.append(start + (limits.get(row, 0) if num_rounds > 1 else min(cap, room)))
         context_len = max(context_len, ends[-1])
@@ -104,5 +104,5 @@ def _inputs_of(request: Request, choice: Choice, limit: int) -> tuple[int, ...]:
     """In the order of Input; limit: places that there are blocks for."""
     start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
     cap = min(limit, request.cap(choice.window(request.number)))
-    drafts = choice.num_drafts(request.number)
-    return request.token_ids[-1], start, cap, room, drafts
+    number = request.number
+    return request.token_ids[-1], start, cap, room, choice.num_drafts(number), choice.num_checks(number)

@@ -194,6 +194,20 @@ FAULTS = (
         ("tests/decoding/test_row_steps.py",),
     ),
     Fault(
+        "a request has more cycles than it may",
+        "hispec/decoding/row_steps_numba.py",
+        "cycle + 1 >= most_checks[row]",
+        "cycle >= most_checks[row]",
+        ("tests/decoding/test_row_steps.py", "tests/laws/test_control.py"),
+    ),
+    Fault(
+        "rounds together: a request has as many cycles as any",
+        "hispec/decoding/rounds_linked.py",
+        "(Row.MOST_CHECKS, batch.most_checks),",
+        "(Row.MOST_CHECKS, batch.most_checks + 8),",
+        CONTROL,
+    ),
+    Fault(
         "shadows are read one place late",
         "hispec/decoding/batch.py",
         "valid & (chosen == tokens[:, 1:])",

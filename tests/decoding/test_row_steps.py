@@ -112,7 +112,7 @@ def test_a_round_ends_as_by_torch(
         of_rows, num_live = case.batch(), case.ints(0, tree.num_nodes + 1)
         of_rows.tokens.clamp_(0, 49)
         logits = case.ints(-9, 9, 6 * tree.num_nodes, 64).to(dtype)[:, :50]
-        last = case.ints(0, tree.num_nodes)
+        last = torch.minimum(case.ints(0, tree.num_nodes), (num_live - 1).clamp(min=0))
         accepted = torch.tensor(tree.depths, device=device_of(twin))[last]
         path = shape.nodes.expand(6, -1) if tree.is_chain else shape.paths[last]
         verdict, nodes = Verdict(accepted, last, case.ints(0, 50)), shape.nodes

@@ -52,6 +52,7 @@ def test_packing_agrees_with_a_walk(
         starts,
         limits,
         limits,
+        limits,
         tables,
         block_size,
         64,

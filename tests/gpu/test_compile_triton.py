@@ -53,8 +53,8 @@ TAKE = (
     " noted_sources:*i64 width:i32 num_nodes:i32 last_token:i32 cycle:i32 num_cycles:i32 source:i32"
 )
 CHECKED = (
-    "tokens:*i64 limits:*i64 first:*i64 accepted:*i64 own:*i64 kept:*i64 num_put:*i64 num_rows:i32"
-    " width:i32 cycle:i32 num_cycles:i32"
+    "tokens:*i64 limits:*i64 most_checks:*i64 first:*i64 accepted:*i64 own:*i64 kept:*i64 num_put:*i64"
+    " num_rows:i32 width:i32 cycle:i32 num_cycles:i32"
 )
 VERIFIED = (
     "logits:* tokens:*i64 accepted:*i64 own:*i64 num_live:*i64 begins:*i64 counts:*i64 evidence:*fp32"

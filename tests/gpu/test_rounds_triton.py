@@ -49,7 +49,7 @@ def test_inputs_of_rows_are_taken_and_advanced_as_by_torch(
     for runs in (False, True):
         monkeypatch.setattr(round_inputs, "runs_triton", lambda device, runs=runs: runs)
         case = Case(rows, 6)
-        inputs, tokens = case.ints(0, 9, 5, rows + 7), case.ints(0, 50, rows, 7)
+        inputs, tokens = case.ints(0, 9, 6, rows + 7), case.ints(0, 50, rows, 7)
         counts, limits = case.ints(0, 7), case.ints(0, 9)
         round_inputs.advance(inputs, tokens, counts)
         advanced = tokens.clone()

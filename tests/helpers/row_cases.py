@@ -43,6 +43,7 @@ class Case:
             self.ints(0, 40),
             self.ints(0, self.window + 1),
             self.ints(0, 4),
+            self.ints(1, 4),
             wide[:, :width].to(self.device),  # rows of a table may lie apart
             block_size,
             64,

@@ -147,7 +147,7 @@ def one_round(
     tokens = torch.zeros(1, plan.window + 1, dtype=torch.int64)
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(params, 0, [FIRST], [], stop_ids)], VOCAB, torch.device("cpu"))
-    limits = torch.tensor([plan.window]), torch.tensor([plan.num_draft_tokens])
+    limits = torch.tensor([[plan.window], [plan.num_draft_tokens], [plan.num_checks]])
     batch = RoundBatch(tokens, torch.tensor([0]), *limits, torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
     result = run_round(stages, plan, judge, exit_drafter(stages, plan, judge), batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())

@@ -171,6 +171,7 @@ def one_round(
         torch.tensor([0]),
         torch.tensor([limit]),
         torch.tensor([plan.num_draft_tokens]),
+        torch.tensor([plan.num_checks]),
         torch.tensor([[2, 0, 1, 3]]),
         4,
         16,

@@ -29,7 +29,7 @@ from hispec.training.run import run_training
 from hispec.training.schema import load_training
 from tests.helpers.drafters import make_guess_table
 from tests.helpers.tiny import tiny_checkpoint
-from tests.training.test_command import SMALL, train, write_config
+from tests.helpers.training_command import SMALL, train, write_config
 
 
 def counted_naively(examples: list[Example], max_size: int, least_count: int) -> Guesses:

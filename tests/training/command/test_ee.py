@@ -25,7 +25,7 @@ from hispec.loading.known_models import resolve_model
 from hispec.loading.target_model import open_model
 from hispec.training.schema import load_training
 from tests.helpers.tiny import EOS_ID, tiny_checkpoint
-from tests.training.test_command import SMALL, train, write_config
+from tests.helpers.training_command import SMALL, train, write_config
 
 EE: dict[str, Any] = {
     "target": "labels",
@@ -39,16 +39,10 @@ RECIPE: dict[str, Any] = {"recipe": "ee", "adapters": "left out"}
 ANSWERED = [{"path": "answered.jsonl", "field": "question", "answer": "answer"}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("train") / "model", num_layers=6, tokenizer=True)
-
-
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("HISPEC_CACHE", str(folder))
-    monkeypatch.delenv("HISPEC_DEBUG", raising=False)
     return folder
 
 
