@@ -108,7 +108,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _given(message: Message) -> Message:
+def given_fields(message: Message) -> Message:
     """A message without what clients write of fields that they do not use: null, and no calls of tools."""
     return {
         name: value
@@ -120,7 +120,7 @@ def _given(message: Message) -> Message:
 def _plain_message(message: Message, at: int) -> Message:
     """Message number `at` of a conversation with its content as one text. Raises RequestError for a role that
     chat templates do not have, and for content that is not text."""
-    message = _given(message)
+    message = given_fields(message)
     if (role := message.get("role")) not in get_args(Role):
         raise RequestError(
             f"messages.{at}.role must be one of {', '.join(get_args(Role))}, got {shown(role)}"

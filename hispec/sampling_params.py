@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
@@ -88,3 +90,21 @@ class SamplingParams(Settings):
     def of(cls, values: SamplingParams | dict[str, Any] | None, where: str = "sampling") -> SamplingParams:
         """SamplingParams from what a user gave; raises ConfigError with every problem in it."""
         return build(cls, {} if values is None else values, where)
+
+
+NULLABLE = ("seed", "max_tokens", "logprobs")  # fields that may be None
+
+
+def put_over(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams with a request's own put over them. Who asks for fewer tokens than others must
+    have at least has not asked for so many."""
+    values, asked = {**defaults, **own}, own.get("max_tokens")
+    if "min_tokens" not in own and isinstance(asked, int) and 1 <= asked < (values.get("min_tokens") or 0):
+        values["min_tokens"] = asked
+    return values
+
+
+def seed_of(seed: int, key: Any) -> int:
+    """A seed of its own for what is known by `key`, from one for all."""
+    digest = hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2  # 62 bits: output i of n adds i

@@ -12,7 +12,6 @@ set): their rows run together, and the next batch's take the place of those that
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -26,7 +25,7 @@ from ..config import SchedulingConfig, SpeculativeConfig
 from ..errors import ConfigError, RequestError, nearest, shown
 from ..llm import LLM
 from ..outputs import RequestOutput
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingParams, put_over, seed_of
 from ..serving.async_engine import AsyncEngine
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -162,10 +161,9 @@ class Generate:
                 raise ConfigError(f"sampling: not valid JSON: {error}") from None
         if own is not None and not isinstance(own, dict):
             raise ConfigError(f"sampling: expected a mapping or its JSON, got {shown(own)}")
-        values = {**self._sampling.model_dump(), **_without_nulls(own or {})}
+        values = put_over(self._sampling.model_dump(), _without_nulls(own or {}))
         if values["seed"] is None and row.get("id") is not None:
-            digest = hashlib.blake2b(f"{self._seed}:{row['id']}".encode(), digest_size=8).digest()
-            values["seed"] = int.from_bytes(digest, "big") >> 2  # 62 bits: output i of n adds i
+            values["seed"] = seed_of(self._seed, row["id"])
         return SamplingParams.of(values, "sampling")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..errors import ConfigError, cut
+from ..sampling_params import NULLABLE
 from ..utils.files import parse_json
 from .schema import STANDARD, InputConfig, RowField, format_of
 from .uris import fetch, name_of
@@ -29,18 +30,20 @@ _BOM = b"\xef\xbb\xbf"
 _BATCH = 1024  # rows of a table that are in memory at once
 _LARGEST_VALUE = 1 << 30  # characters of a value in CSV
 JSON_FIELDS = ("prompt_token_ids", "messages", "sampling")  # of which a table may have the JSON
+Content = bytes | dict[str, Any] | ConfigError
 Extent = Mapping[Path, int | None]  # files in their order, and how many rows are read of each; None = all
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What stands for one row. line: of its file, from 1, blank ones too; in a table the row. content: the
-    line, stripped, or the row's columns. file: its name where the input has several, else None. is_text:
-    columns have nothing but texts, as in CSV. place: of its file among those of the input, from 0."""
+    line, stripped, the row's columns, or why the row cannot be read. file: its name where the input has
+    several, else None. is_text: columns have nothing but texts, as in CSV. place: of its file among those of
+    the input, from 0."""
 
     file: str | None
     line: int
-    content: bytes | dict[str, Any]
+    content: Content
     is_text: bool = False
     place: int = 0
 
@@ -152,7 +155,7 @@ def _all_records(config: InputConfig, extent: Extent | None) -> Iterator[Record]
             )
 
 
-def _rows_of(config: InputConfig, path: Path, kind: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+def _rows_of(config: InputConfig, path: Path, kind: str) -> Iterator[tuple[int, Content]]:
     """(number, content) of a file's rows, as of Record."""
     if kind == "parquet":
         return _parquet_rows(path, config.columns)
@@ -168,32 +171,69 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def _parquet_rows(path: Path, columns: Mapping[RowField, str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path, columns: Mapping[RowField, str] | None) -> Iterator[tuple[int, Content]]:
     """Of `columns` alone, where they are given: others may be large, or hold what Python has no value for."""
     arrow = import_arrow(f"input.path: reading {path}")
+    unreadable = ValueError, OverflowError, arrow.ArrowException
+
+    def read(batch: Any) -> list[Content]:
+        try:
+            rows: list[Content] = batch.to_pylist()
+            return rows
+        except unreadable as error:
+            if not columns:
+                hint = "name the columns that rows need in input.columns: no other is read"
+                raise ValueError(f"{error}; {hint}") from None
+            if batch.num_rows == 1:
+                return [ConfigError(f"cannot be read: {error}")]
+            return [row for at in range(batch.num_rows) for row in read(batch.slice(at, 1))]
+
     with arrow.parquet.ParquetFile(path) as file:
-        names = columns and sorted(set(columns.values()) & set(file.schema_arrow.names))
+        there = file.schema_arrow.names
+        names = sorted(set(columns.values()) & set(there)) if columns else None
+        if twice := sorted({name for name in names or there if there.count(name) > 1}):
+            raise ValueError(f"it has several columns of the name {cut(', '.join(twice))}; name each once")
         batches = file.iter_batches(_BATCH, columns=names or None)  # without any of them all rows are bad
         try:
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-        except (ValueError, OverflowError, arrow.ArrowException) as error:
-            hint = "" if columns else "; name the columns that rows need in input.columns: no other is read"
-            raise ValueError(f"{error}{hint}") from None
+            yield from enumerate((row for batch in batches for row in read(batch)), start=1)
+        except arrow.ArrowException as error:
+            raise ValueError(str(error)) from None
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(path: Path) -> Iterator[tuple[int, Content]]:
     """Every value is a text, or missing where it is empty. pyarrow takes NA and null for missing ones, and no
     value of a megabyte."""
     csv.field_size_limit(_LARGEST_VALUE)
-    with _opened(path) as file, io.TextIOWrapper(cast("IO[bytes]", file), "utf-8-sig", newline="") as text:
+    encoding: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with _opened(path) as file, io.TextIOWrapper(cast("IO[bytes]", file), **encoding) as text:
         rows = csv.reader(text, strict=True)
-        names = next(rows, [])
-        if len(set(names)) < len(names) or not names:
-            raise ValueError(f"its first line must name each column once, got {cut(', '.join(names))}")
-        for number, values in enumerate(filter(None, rows), start=1):
-            if len(values) != len(names):
-                raise ValueError(f"row {number} has {len(values)} values, the first line {len(names)} names")
-            yield number, {name: value or None for name, value in zip(names, values, strict=True)}
+        try:
+            names = next(rows, [])
+            if len(set(names)) < len(names) or not names:
+                raise ValueError(f"its first line must name each column once, got {cut(', '.join(names))}")
+            if not all(map(_is_utf8, names)):
+                raise ValueError("its first line is not UTF-8; save the file as UTF-8")
+            for number, values in enumerate(filter(None, rows), start=1):
+                yield number, _csv_row(names, values)
+        except csv.Error as error:  # what follows could be anything
+            raise ValueError(f"line {rows.line_num}: {error}") from None
+
+
+def _csv_row(names: list[str], values: list[str]) -> Content:
+    if len(values) != len(names):
+        return ConfigError(f"has {len(values)} values, and the first line {len(names)} names")
+    if bad := [name for name, value in zip(names, values, strict=True) if not _is_utf8(value)]:
+        return ConfigError(f"{cut(bad[0])}: not UTF-8; save the file as UTF-8")
+    return {name: value or None for name, value in zip(names, values, strict=True)}
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text holds no byte that was none of UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -223,20 +263,21 @@ def import_arrow(what: str) -> Any:
 
 
 def take_columns(config: InputConfig, record: Record, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a row by their own names, missing ones left out; in a table those that are no texts may
-    be JSON, in CSV they are. Raises ConfigError."""
+    """The fields of a row by their own names, those that are null left out; in a table those that are no
+    texts may be JSON, in CSV they are. Of `sampling` a line of JSON keeps what null says something of:
+    max_tokens. Raises ConfigError."""
     if config.columns is not None:
         values = {field: values.get(column) for field, column in config.columns.items()}
-    if isinstance(record.content, bytes):
-        return {name: value for name, value in values.items() if value is not None or config.columns is None}
     values = {name: value for name, value in values.items() if value is not None}
-    for name in (*JSON_FIELDS, "metadata") if record.is_text else JSON_FIELDS:
-        if isinstance(value := values.get(name), str):
-            try:
-                values[name] = parse_json(value)
-            except ValueError as error:
-                raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    if isinstance(record.content, dict):
+        for name in (*JSON_FIELDS, "metadata") if record.is_text else JSON_FIELDS:
+            if isinstance(value := values.get(name), str):
+                try:
+                    values[name] = parse_json(value)
+                except ValueError as error:
+                    raise ConfigError(f"{name}: not valid JSON: {error}") from None
     if isinstance(own := values.get("sampling"), dict):
-        # A table gives every row the fields of all; those of others are missing.
-        values["sampling"] = {name: value for name, value in own.items() if value is not None}
+        # A table gives every row the fields of all, and other programs write those that they do not use.
+        kept = NULLABLE if isinstance(record.content, bytes) else ()
+        values["sampling"] = {name: value for name, value in own.items() if value is not None or name in kept}
     return values

@@ -24,7 +24,13 @@ _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 _DRAFT = ("speculative", "draft")
-_PLAN_PATHS = ((*_DRAFT, "path"), (*_DRAFT, "ngram", "guess_path"), ("speculative", "check", "path"))
+_PLAN_PATHS = (
+    (*_DRAFT, "path"),
+    (*_DRAFT, "ngram", "guess_path"),
+    ("speculative", "check", "path"),
+    ("speculative", "goodput", "latency"),
+)
+_PATHS = ("path", "guess_path", "latency", "upload")  # keys of what names files
 _NULL = re.compile(r"~|null|Null|NULL|")
 # What only files for one command have at the top, and that command.
 _COMMANDS = {"input": "run", "data": "train", "systems": "simulate"}
@@ -235,8 +241,8 @@ def _names_a_file(value: Any) -> bool:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Puts `key.path=value` strings into nested `values`, in order; a value is read as YAML. Raises
-    ConfigError."""
+    """Puts `key.path=value` strings into nested `values`, in order; a value is read as YAML, of a file also
+    as it stands: `-`, `*.jsonl`. Raises ConfigError."""
     for override in overrides:
         key, equals, text = override.partition("=")
         parts, where = key.strip().split("."), f"--set {shown(override)}"
@@ -252,7 +258,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
                     f"{where}: {'.'.join(parts[:depth])} is {shown(inner)}, which has no settings inside"
                 )
             place = inner
-        place[parts[-1]] = _parse(text, where)
+        place[parts[-1]] = _parse_path(text, where) if parts[-1] in _PATHS else _parse(text, where)
 
 
 def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
@@ -275,6 +281,16 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
             f"{path}: expected a mapping with {', '.join(model.model_fields)} at the top, got {given}"
         )
     return values
+
+
+def _parse_path(text: str, where: str) -> Any:
+    """What names a file, files, or none; anything else is a name of which YAML has made something else."""
+    try:
+        value = _parse(text, where)
+    except ConfigError:
+        return text.strip()
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return value if value is None or is_list or isinstance(value, str) else text.strip()
 
 
 def _parse(text: str, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -51,11 +52,13 @@ def openai_row(
     model: str,
     token_bytes: TokenBytes,
 ) -> dict[str, Any]:
-    """The line of the output file for a row: its `id` holds the row's content hash."""
-    name = f"batch_req_{row.content_hash}"
+    """The line of the output file for a row: its `id` holds the row's content hash, and, as other rows may
+    have the same, one of its own."""
+    own = hashlib.blake2b(str(row.index if row.id is None else row.id).encode(), digest_size=8).hexdigest()
+    name = f"{row.content_hash}-{own}"
     if isinstance(outcome, RequestOutput):
         kind = "chatcmpl" if row.is_chat else "cmpl"
-        response_id = f"{kind}-{row.content_hash}"
+        response_id = f"{kind}-{name}"
         status, body = (
             200,
             response_body(outcome, row.is_chat, model, int(time.time()), response_id, token_bytes),
@@ -63,5 +66,5 @@ def openai_row(
     else:
         refused = outcome.type != "failed"
         status, body = (400 if refused else 500), error_body(outcome.message, refused)
-    response = {"status_code": status, "request_id": f"req_{row.content_hash}", "body": body}
-    return {"id": name, "custom_id": row.id, "response": response, "error": None}
+    response = {"status_code": status, "request_id": f"req_{name}", "body": body}
+    return {"id": f"batch_req_{name}", "custom_id": row.id, "response": response, "error": None}

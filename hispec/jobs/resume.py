@@ -22,7 +22,7 @@ from .schema import Job
 _TEXT = rb'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(rb'\{"index": (\d{1,18}), "id": (null|-?\d+|' + _TEXT + rb"), ")
 _OPENAI_HEAD = re.compile(
-    rb'\{"id": "batch_req_([0-9a-f]{32})", "custom_id": (null|-?\d+|'
+    rb'\{"id": "batch_req_([0-9a-f]{32})(?:-[0-9a-f]{16})?", "custom_id": (null|-?\d+|'
     + _TEXT
     + rb'), "response": \{"status_code": (\d+),'
 )

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ..config import Settings
 from ..errors import ConfigError, build, cut, shown
-from ..prompts import Role, join_parts
-from ..sampling_params import SamplingParams
+from ..prompts import Role, given_fields, join_parts
+from ..sampling_params import SamplingParams, put_over, seed_of
 from ..utils.files import parse_json
 from .inputs import Extent, Record, find_files, read_records, take_columns
 from .openai_batch import is_request, read_openai_line
@@ -26,10 +26,21 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 
 class Message(Settings):
-    """One turn of a conversation."""
+    """One turn of a conversation, with what else a chat template may read of it. An assistant's may have
+    `tool_calls` alone."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Role
-    content: Annotated[str, BeforeValidator(join_parts)]
+    content: Annotated[str | None, BeforeValidator(join_parts)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = given_fields(values)
+        return {"content": None, **given} if "tool_calls" in given else given
 
 
 def _check_id(value: Any) -> Any:
@@ -174,6 +185,8 @@ def find_format(config: InputConfig) -> InputConfig:
 def identify(config: InputConfig, record: Record) -> Identity:
     """The identity of a row, valid or not. Fast: a job that is resumed asks for it of all its rows."""
     values: Any = record.content
+    if isinstance(values, ConfigError):
+        return Identity(None, _digest(f"{record.where}: {values}".encode()))
     if isinstance(values, bytes):
         raw = values
         try:
@@ -200,6 +213,8 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
     """The row of a record."""
     identity = identify(config, record)
     try:
+        if isinstance(record.content, ConfigError):
+            raise record.content
         values = record.content if isinstance(record.content, dict) else _decode(record.content)
         values = take_columns(config, record, values)
         if isinstance(record.content, dict):
@@ -222,10 +237,9 @@ def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> Samp
     The engine would derive a seed from the order of arrival; from the row's index it is the same in a resumed
     run and in `compare_plain`.
     """
-    values = {**job.sampling.model_dump(), **overrides}
+    values = put_over(job.sampling.model_dump(), overrides)
     if values["seed"] is None:
-        digest = hashlib.blake2b(f"{job.engine.seed}:{index}".encode(), digest_size=8).digest()
-        values["seed"] = int.from_bytes(digest, "big") >> 2  # 62 bits: output i of n adds i
+        values["seed"] = seed_of(job.engine.seed, index)
     return SamplingParams.of(values)
 
 

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..errors import HiSpecError
+from ..utils.files import replace_file
 from .inputs import import_arrow
 from .output import output_format, rows_path
 from .schema import Job
@@ -47,14 +47,14 @@ def make_output(job: Job) -> None:
     if rows == path:
         return
     place = path.resolve()  # a link stays one
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
+    draft = place.with_name(f".{place.name}.draft")  # nobody else makes it: whoever does holds the rows
     try:
         if output_format(job) in ("parquet", "csv"):
             _write_table(job, rows, draft)
         else:
             with rows.open("rb") as source, _compressed(draft, path.suffix) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-        os.replace(draft, place)
+        replace_file(draft, place, sync=job.output.sync_s is not None)
     except HiSpecError:
         raise
     except Exception as error:  # what pyarrow raises has no class in common

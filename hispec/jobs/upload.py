@@ -20,7 +20,7 @@ from typing import IO, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError, shown
-from ..utils.files import write_atomically
+from ..utils.files import replace_file, write_atomically
 from .inputs import pattern_of
 from .manifest import manifest_path
 from .output import rows_path
@@ -210,7 +210,16 @@ class Upload:
         )
 
     def _size_here(self) -> int:
-        return self._rows.stat().st_size if self._rows.exists() else 0
+        """Bytes on the disk, up to what a power failure has left zeros of: no row has such a byte."""
+        if not self._rows.exists():
+            return 0
+        with self._rows.open("rb") as file:
+            size = 0
+            for piece in _pieces(file, self._rows.stat().st_size):
+                if (zero := piece.find(b"\0")) >= 0:
+                    return _line_begin(file, size + zero)
+                size += len(piece)
+        return size
 
     def _download(self) -> bool:
         """Puts what is there in place of the rows on the disk, of another machine, or of a disk that has lost
@@ -233,7 +242,7 @@ class Upload:
                         raise self._others()
             with self._reading(self._manifest_name) as source:
                 write_atomically(manifest_path(self._output.path), source.read(), sync=True)
-            draft.replace(self._rows)
+            replace_file(draft, self._rows, sync=True)
             is_done = True
             return True
         finally:
@@ -331,6 +340,17 @@ def _whole_lines(file: IO[bytes], begin: int) -> bytes:
     if b"\n" not in content:
         content += file.readline()
     return content[: content.rfind(b"\n") + 1]
+
+
+def _line_begin(file: IO[bytes], at: int) -> int:
+    """Where the line that the byte there is in begins."""
+    while at:
+        begin = max(0, at - _PIECE)
+        file.seek(begin)
+        if (end := file.read(at - begin).rfind(b"\n")) >= 0:
+            return begin + end + 1
+        at = begin
+    return 0
 
 
 def _pieces(file: Any, size: int) -> Iterator[bytes]:

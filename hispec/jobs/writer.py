@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, HiSpecError
-from ..utils.files import sync_folder
+from ..utils.files import replace_file, sync_folder
 from .schema import STANDARD
 
 try:
@@ -99,6 +99,8 @@ class RowWriter:
             if self._broken is not None:
                 raise self._broken
             _write_all(self._file, line)
+        except BrokenPipeError:  # who read standard output has enough
+            raise
         except OSError as error:
             where = self._path if self._is_file else "standard output"
             raise OutputError(
@@ -181,7 +183,7 @@ def drop_lines(
     follows them; at once, or not at all -> the file as it is then, held, and its bytes. way_on: as of
     RowWriter. Raises OutputError, and ConfigError if another process does the same."""
     place = path.resolve()  # a link stays one
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
+    draft = place.with_name(f".{place.name}.draft")
     try:
         kept = hold(draft)
         try:
@@ -191,9 +193,7 @@ def drop_lines(
                     line = source.readline()
                     if not is_dropped(line):
                         _write_all(kept, line)
-            os.fsync(kept.fileno())
-            os.replace(draft, place)
-            sync_folder(place.parent)
+            replace_file(draft, place, sync=True)
         except BaseException:
             kept.close()
             with suppress(OSError):

@@ -10,11 +10,11 @@ from ..errors import ConfigError, cut, nearest, shown
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_PROMPTS = 128  # of one request
 MOST_STOPS = 64  # strings of one request: each is looked for with every token
-_SAME = (  # of SamplingParams, under the same name
+SAME = (  # of SamplingParams, under the same name
     *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
 )
-_IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _READ = ("max_tokens", "max_completion_tokens", "stop", "logprobs", "top_logprobs", "stream")
 # Values of settings that HiSpec lacks with which they ask for nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -41,7 +41,7 @@ def read_body(url: str, body: Any) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     is_chat = url == CHAT
     prompt_name = "messages" if is_chat else "prompt"
-    known = (prompt_name, *_SAME, *_IGNORED, *_READ, *_HARMLESS)
+    known = (prompt_name, *SAME, *IGNORED, *_READ, *_HARMLESS)
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"{cut(name)}: unknown parameter{nearest(name, known)}; leave it out")
@@ -55,19 +55,23 @@ def read_body(url: str, body: Any) -> dict[str, Any]:
     prompt = given[prompt_name]
     if is_chat:
         return read | {"messages": _plain_roles(prompt)}
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        [prompt] = prompt
     if isinstance(prompt, str):
         return read | {"prompt": prompt}
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return read | {"prompt_token_ids": prompt}
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        return read | {"prompt": prompt[0]}
     raise ConfigError(
         f"prompt: must be one string or one list of token ids, got {shown(prompt)}; one a request"
     )
 
 
 def _read_sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
-    sampling = {name: given[name] for name in _SAME if name in given}
+    sampling = {name: given[name] for name in SAME if name in given}
+    if _is_int(sampling.get("seed")) and sampling["seed"] < 0:
+        sampling["seed"] %= 2**63  # OpenAI's have a sign
+    if sampling.get("top_p") == 0 and not isinstance(sampling["top_p"], bool):
+        sampling |= {"top_p": 1.0, "top_k": 1}  # what is left of all tokens then is the likeliest
     limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if _is_int(given.get(name))}
     if len(limits) > 1:
         raise ConfigError(

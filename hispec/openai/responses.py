@@ -77,7 +77,9 @@ def completion_logprobs(
     return {
         "tokens": [_text(content) for content in of_tokens],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_by_text(entry.top, token_bytes) for entry in entries],
+        "top_logprobs": [
+            _by_text(entry.top | {entry.token_id: entry.logprob}, token_bytes) for entry in entries
+        ],
         "text_offset": [
             offsets.next(b"" if entry.token_id in token_bytes.special else content)
             for entry, content in zip(entries, of_tokens, strict=True)
@@ -86,7 +88,8 @@ def completion_logprobs(
 
 
 def _by_text(top: Mapping[int, float], token_bytes: TokenBytes) -> dict[str, float]:
-    """{text: logprob}, best first; of tokens of one text the likeliest."""
+    """{text: logprob}, of the likeliest tokens, best first, and then of the chosen one; of tokens of one text
+    the first."""
     found: dict[str, float] = {}
     for token, logprob in top.items():
         found.setdefault(_text(token_bytes(token)), _finite(logprob))

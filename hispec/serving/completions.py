@@ -15,7 +15,7 @@ from ..openai.chunks import Chunks
 from ..openai.requests import CHAT, read_body, split_prompts
 from ..openai.responses import choices, num_new_tokens, usage
 from ..outputs import Delta, RequestOutput
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingParams, put_over
 from .async_engine import AsyncEngine
 from .server_config import ServerConfig
 from .transport import Failure, event, failure_of, final
@@ -221,10 +221,7 @@ def _limited(defaults: dict[str, Any], own: dict[str, Any], config: ServerConfig
             raise ConfigError(
                 f"{name}: {len(entries)} entries in a request, at most {MOST_ENTRIES}; leave some out"
             )
-    asked, least = own.get("max_tokens"), defaults.get("min_tokens") or 0
-    if isinstance(asked, int) and 1 <= asked < least:  # the client has not asked for so many
-        defaults = {**defaults, "min_tokens": asked}
-    sampling = SamplingParams.of({**defaults, **own}, "body").model_copy()
+    sampling = SamplingParams.of(put_over(defaults, own), "body").model_copy()
     most = config.max_tokens
     if most is None:
         return sampling

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..openai.requests import CHAT, COMPLETIONS, MOST_PROMPTS, MOST_STOPS
+from ..openai.requests import CHAT, COMPLETIONS, IGNORED, MOST_PROMPTS, MOST_STOPS, SAME
 from ..sampling_params import SamplingParams
 from .completions import MOST_ENTRIES
 
-_SAMPLING = (
-    *(
-        "temperature",
-        "top_p",
-        "n",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "max_tokens",
-    ),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-)
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS_OR_TOKENS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKENS]}}
 
@@ -82,7 +69,10 @@ def _body(required: str, own: dict[str, Any], answer: dict[str, Any]) -> dict[st
     properties = {
         "model": {"type": "string"},
         **own,
-        **{name: sampling[name] for name in _SAMPLING},
+        **{name: sampling[name] for name in (*SAME, "max_tokens")},
+        **{name: {} for name in IGNORED if name != "model"},
+        "seed": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "top_p": {"type": "number", "minimum": 0.0, "maximum": 1.0},
         "logit_bias": sampling["logit_bias"] | {"maxProperties": MOST_ENTRIES},
         "stop_token_ids": sampling["stop_token_ids"] | {"maxItems": MOST_ENTRIES},
         "stop": {"anyOf": [{"type": "string"}, texts]},
@@ -111,12 +101,17 @@ def _body(required: str, own: dict[str, Any], answer: dict[str, Any]) -> dict[st
     }
 
 
-_MESSAGE = {
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {  # what else it has is the chat template's
     "type": "object",
     "required": ["role", "content"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     },
 }
 _COUNT = {"type": "integer", "minimum": 0}

@@ -46,15 +46,21 @@ def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(content)
-        if sync:
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-        os.replace(draft, path)
-        if sync:
-            sync_folder(path.parent)
+        replace_file(draft, path, sync)
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def replace_file(draft: Path, path: Path, sync: bool) -> None:
+    """Puts a file that is whole in the place of another; with `sync` a power failure leaves one of the two.
+    Raises OSError."""
+    if sync:
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+    os.replace(draft, path)
+    if sync:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

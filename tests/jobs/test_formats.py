@@ -141,11 +141,10 @@ def test_files_that_are_not_there_are_named(tmp_path: Path, paths: list[str], wo
         ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:30], "cannot read .*in.jsonl.gz"),
         ("in.jsonl.zst", b"no zstd", "cannot read .*in.jsonl.zst"),
         ("in.parquet", b"no parquet", "cannot read .*in.parquet"),
-        ("in.csv", b"a,b\n1\n", "cannot read .*in.csv as csv: row 1 has 1 values, the first line 2 names"),
         ("in.csv", b"", "cannot read .*in.csv as csv: its first line must name each column once"),
         ("in.csv", b"a,a\n1,2\n", "must name each column once, got a, a"),
-        ("in.csv", b'prompt\n"a"b\n', "cannot read .*in.csv as csv"),
-        ("in.csv", b"prompt\n\xff\n", "cannot read .*in.csv as csv"),
+        ("in.csv", b'prompt\na\n"a"b\n', "cannot read .*in.csv as csv: line 3: "),
+        ("in.csv", b"prompt\xff\na\n", "cannot read .*in.csv as csv: its first line is not UTF-8"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -153,6 +152,28 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content:
     with pytest.raises(ConfigError, match=words):
         run(job_of(tmp_path, tmp_path / name))
     assert not FakeLLM.instances
+
+
+def test_a_row_of_a_table_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes(b"id,prompt\n1,caf\xe9\n2,a,b\n3,good\n\xe9,bad\n")
+    texts = pa.array([b"one", b"\xff", b"three"]).cast(pa.string(), safe=False)
+    pa.parquet.write_table(pa.table({"id": ["1", "2", "3"], "text": texts}), tmp_path / "in.parquet")
+    for name, of_input, expected in (
+        (
+            "in.csv",
+            {},
+            ["prompt: not UTF-8; save", "has 3 values, and the first", None, "id: not UTF"],
+        ),
+        ("in.parquet", {"columns": {"id": "id", "prompt": "text"}}, [None, "cannot be read: ", None]),
+    ):
+        job = job_of(tmp_path, tmp_path / name, f"{name}.jsonl", input=of_input)
+        for _ in range(2):  # a job that goes on finds all of them done
+            run(job)
+            errors = [row["error"] for row in rows_of(job)]
+            for error, words in zip(errors, expected, strict=True):
+                assert (error is None) == (words is None)
+                assert error is None or (words in error["message"] and error["type"] == "invalid_line")
+        FakeLLM.instances.clear()
 
 
 def test_csv_has_texts_of_any_spelling_and_length(tmp_path: Path) -> None:
@@ -214,6 +235,10 @@ def test_of_parquet_only_the_columns_of_rows_are_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"cannot read .*{name}\.parquet as parquet: .*input\.columns"):
             run(job_of(tmp_path, path, "all.jsonl"))
         assert not FakeLLM.instances
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pa.parquet.write_table(twice, tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match="several columns of the name prompt; name each once"):
+        run(job_of(tmp_path, tmp_path / "in.parquet"))
     pa.parquet.write_table(pa.table({"question": ["what", "why"]}), tmp_path / "in.parquet")
     job = job_of(tmp_path, tmp_path / "in.parquet", input={"columns": {"prompt": "answer"}})
     run(job)

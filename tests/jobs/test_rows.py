@@ -70,10 +70,37 @@ def test_parts_of_text_are_one_text() -> None:
     assert isinstance(row, Row) and row.prompt == [{"role": "user", "content": "a\nb"}]
 
 
+def test_a_message_has_what_its_template_reads_and_null_is_as_if_it_were_not_given() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    row = parse(
+        {
+            "id": None,
+            "prompt": None,
+            "messages": [
+                {"role": "user", "content": "hi", "name": "bob"},
+                {"role": "assistant", "content": "yo", "refusal": None, "tool_calls": []},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "noon", "tool_call_id": "1"},
+            ],
+            "sampling": {"stop": None, "top_k": None, "max_tokens": None},
+        }
+    )
+    assert isinstance(row, Row) and row.sampling.max_tokens is None and row.sampling.stop == []
+    assert row.prompt == [
+        {"role": "user", "content": "hi", "name": "bob"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "1"},
+    ]
+    assert isinstance(parse({"prompt": "a", "sampling": None}), Row)
+
+
 def test_a_row_puts_its_sampling_over_the_jobs() -> None:
     row = parse({"prompt": "a", "sampling": {"top_k": 5}}, temperature=0.5, seed=9)
     assert isinstance(row, Row)
     assert (row.sampling.top_k, row.sampling.temperature, row.sampling.seed) == (5, 0.5, 9)
+    fewer = parse({"prompt": "a", "sampling": {"max_tokens": 5}}, min_tokens=9, max_tokens=20)
+    assert isinstance(fewer, Row) and (fewer.sampling.min_tokens, fewer.sampling.max_tokens) == (5, 5)
 
 
 def test_a_row_without_a_seed_gets_one_that_depends_on_its_place_alone() -> None:
