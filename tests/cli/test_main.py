@@ -137,6 +137,17 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 141
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_rows_that_nobody_reads_any_more_are_no_error(job: Path, unbuffered: str) -> None:
+    command = [sys.executable, "-c", SLOW_RUN, "run", str(job), "--set", "output.path=-"]
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert b"free some space" not in process.stderr.read()
+    assert process.wait(timeout=30) == 141
+
+
 def test_a_terminal_of_another_encoding_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))

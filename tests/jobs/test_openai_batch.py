@@ -10,6 +10,7 @@ import pytest
 
 from hispec.errors import ConfigError
 from hispec.jobs.rows import Row, read_rows
+from hispec.openai.requests import read_body
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, make_job, rows_of, run
 
@@ -60,6 +61,29 @@ def test_openai_requests_become_openai_responses(tmp_path: Path) -> None:
     assert {error["type"] for error in errors} == {"invalid_request_error"}
     assert "stream=true" in errors[0]["message"] and "body.tools=" in errors[1]["message"]
     assert "the prompt is empty" in errors[2]["message"]
+
+
+def test_equal_requests_have_ids_of_their_own_and_a_job_goes_on_from_either_form(tmp_path: Path) -> None:
+    job = make_job(tmp_path, [request(name, CHAT) for name in "abc"])
+    run(job)
+    found = rows_of(job)
+    of_rows = [(row["id"], row["response"]["request_id"], row["response"]["body"]["id"]) for row in found]
+    assert all(len(set(ids)) == 3 for ids in zip(*of_rows, strict=True))
+    first = job.output.path.read_bytes().splitlines(keepends=True)[0]
+    name = found[0]["id"].encode()
+    for written in (first, first.replace(name, name[: name.rindex(b"-")])):  # as earlier versions wrote it
+        job.output.path.write_bytes(written)
+        assert run(job).resumed == 1
+
+
+def test_what_openai_allows_is_taken(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "yo", "refusal": None, "name": "me"}
+    chat = {"messages": [*CHAT["messages"], said], "seed": -1, "top_p": 0, "temperature": 1.0}
+    lines = [request("a", chat), request("b", {"prompt": [[104, 105]], "max_tokens": 2}, "/v1/completions")]
+    rows = openai_rows(tmp_path, lines)
+    assert [row["response"]["status_code"] for row in rows] == [200, 200]
+    read = read_body("/v1/chat/completions", chat)["sampling"]
+    assert read == {"seed": 2**63 - 1, "top_p": 1.0, "top_k": 1, "temperature": 1.0}
 
 
 def test_openai_requests_that_fail_while_they_are_served_have_500_and_are_done_again(

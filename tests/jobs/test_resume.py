@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hispec.errors import ConfigError
-from hispec.jobs import row_index
+from hispec.jobs import row_index, tables
 from hispec.jobs.manifest import manifest_path
 from hispec.jobs.resume import read_line
 from hispec.jobs.runner import JobInterrupted
@@ -304,6 +304,26 @@ def test_rows_settings_and_names_are_put_on_the_disk(tmp_path: Path, monkeypatch
     run(job)
     for path in (job.output.path, manifest_path(job.output.path), tmp_path):
         assert path.stat().st_ino in synced
+    table = make_job(tmp_path, prompts(2), output={"path": str(tmp_path / "out.csv")})
+    run(table)
+    assert table.output.path.stat().st_ino in synced
+
+
+def test_what_a_kill_left_of_a_table_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_job(tmp_path, prompts(2), output={"path": str(tmp_path / "out.csv")})
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "replace_file", killed)
+        patch.setattr(Path, "unlink", lambda *_: None)  # the process is no more
+        with pytest.raises(KeyboardInterrupt):
+            run(table)
+    (left,) = tmp_path.glob(".out.csv*")
+    assert not table.output.path.exists()
+    run(table)
+    assert table.output.path.exists() and not left.exists()
 
 
 def test_an_error_of_the_disk_after_the_last_row_is_told(

@@ -43,6 +43,9 @@ def test_folders_of_a_plan_are_relative_to_the_job_file(tmp_path: Path) -> None:
     assert speculative is not None and speculative.check is not None and speculative.draft.ngram is not None
     found = speculative.draft.path, speculative.draft.ngram.guess_path, speculative.check.path
     assert found == tuple(str(tmp_path / name) for name in ("exits", "ngrams", "../exits"))
+    plan = "speculative: {control: goodput, draft: {layer: 4}, goodput: {latency: latency.json}}\n"
+    speculative = load_job(write_yaml(tmp_path, MINIMAL + plan)).speculative
+    assert speculative is not None and speculative.goodput.latency == str(tmp_path / "latency.json")
 
 
 def test_a_home_of_nobody_is_no_path_of_a_job(tmp_path: Path) -> None:
@@ -164,6 +167,19 @@ def test_overrides_reach_nested_settings_in_order() -> None:
         ["speculative.draft.layer=2", "speculative.draft.layer=3", "speculative.check=null", "model=a=b"],
     )
     assert values == {"speculative": {"draft": {"layer": 3}, "check": None}, "model": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        *((name, name) for name in ("-", "*.jsonl", "[ab].jsonl", "a.jsonl", "7", "true", "@a", "%b")),
+        *[("[a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]), ("null", None), ("'null'", "null")],
+    ],
+)
+def test_an_override_of_a_path_is_taken_as_it_stands(text: str, read: Any) -> None:
+    values: dict[str, Any] = {}
+    apply_overrides(values, [f"input.path={text}"])
+    assert values == {"input": {"path": read}}
 
 
 @pytest.mark.parametrize("override", ["model", "=3", "a..b=3", "model.x=3", "model=[1"])

@@ -35,6 +35,8 @@ def test_a_completion_has_texts_that_are_told_apart_and_offsets_in_characters() 
     assert found["text_offset"] == [0, 1, 1, 2]  # in "a\u00e9 b"
     assert found["top_logprobs"][0] == {"a": -0.5, " b": -1.0, "bytes:\\xc3": -9999.0}  # the likelier " b"
     assert found["top_logprobs"][3] == {" b": -0.5, "bytes:\\xc3": -9999.0}
+    unlikely = completion_logprobs([TokenLogprobs(3, -7.0, {1: -0.5})], Tokens(), Offsets())
+    assert unlikely["top_logprobs"] == [{"a": -0.5, "bytes:\\xa9": -7.0}]  # the chosen one always
 
 
 def test_what_is_no_part_of_the_text_moves_nothing_in_it() -> None:
