@@ -1,8 +1,10 @@
-"""numba's `njit` and `cfunc`, whose compiled kernels are kept for as long as no source of ours changes.
+"""numba's `njit` and `cfunc`, whose compiled kernels are kept for as long as no source changes that they can
+be made of.
 
 All kernels are declared by these. numba itself asks whether the file that a function stands in has changed,
 not whether those have that it calls or whose constants it reads. After an upgrade, which leaves compiled
-files where they are, such a kernel would take memory for what it no longer is.
+files where they are, such a kernel would take memory for what it no longer is. What a kernel calls or reads
+its file imports, and so on: these files are asked of all.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import atexit
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +33,61 @@ _locators: list[Any] = caching.CacheImpl._locator_classes  # of which numba take
 _log = logging.getLogger(__name__)
 
 
-def digest_of(root: Path) -> str:
-    """A digest of all sources of PACKAGES in `root`."""
-    digest = hashlib.blake2b(digest_size=16)
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            if path.is_file():  # else a link of an editor's, such as Emacs's locks
-                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+# Also within functions; and in texts, which does no harm. Parsing takes several times as long.
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)"  # dots, module, names
+    r"|import[ \t]+([^\n]*))",  # modules
+    re.MULTILINE,
+)
+
+
+def sources_of(root: Path, path: Path) -> set[Path]:
+    """A source of PACKAGES in `root`, and all of them that it imports, itself or through others."""
+    found, left = {path}, [path]
+    while left:
+        new = _imported(root, left.pop()) - found
+        found |= new
+        left += new
+    return found
 
 
 @cache
-def _own_digest() -> str:
-    return digest_of(_ROOT)
+def _imported(root: Path, path: Path) -> frozenset[Path]:
+    return frozenset(file for name in _names_in(root, path) for file in _files_of(root, name))
 
 
-class _ByAllSources(caching._CacheLocator):
-    """Puts compiled kernels of PACKAGES where numba would, under the digest of all sources."""
+def _names_in(root: Path, path: Path) -> Iterator[tuple[str, ...]]:
+    """What a source imports, by parts; of `from a import b` both a and a.b, as either may be a module."""
+    folders = path.relative_to(root).parent.parts
+    for dots, module, names, modules in _IMPORT.findall(path.read_text(encoding="utf-8")):
+        if modules:
+            yield from (tuple(each.split()[0].split(".")) for each in modules.split(",") if each.strip())
+        else:
+            above = folders[: len(folders) + 1 - len(dots)] if dots else ()
+            base = (*above, *filter(None, module.split(".")))
+            yield base
+            yield from ((*base, name) for name in re.findall(r"\w+", names))
+
+
+def _files_of(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
+    if name[:1] and name[0] in PACKAGES:
+        place = root.joinpath(*name)
+        yield from filter(Path.is_file, (place.with_suffix(".py"), place / "__init__.py"))
+
+
+def digest_of(root: Path, path: Path) -> str:
+    """A digest of these sources, and of their names."""
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sorted(sources_of(root, path)):
+        digest.update(f"{source.relative_to(root)}\0".encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+_own_digest = cache(partial(digest_of, _ROOT))
+
+
+class _BySources(caching._CacheLocator):
+    """Puts compiled kernels of PACKAGES where numba would, under the digest of what they are made of."""
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> Any:
@@ -58,7 +100,7 @@ class _ByAllSources(caching._CacheLocator):
         found = next((found for each in others if (found := each.from_function(py_func, py_file))), None)
         if found is None:
             found = _InOwnFolder(py_func, py_file)
-        found.get_source_stamp = _own_digest
+        found.get_source_stamp = partial(_own_digest, path)
         return found
 
 
@@ -109,7 +151,7 @@ class CompileNotice(Listener):
 
 
 # Without those of an earlier import of this module: two would ask each other without end.
-_locators[:] = [_ByAllSources, *(each for each in _locators if each.__qualname__ != "_ByAllSources")]
+_locators[:] = [_BySources, *(each for each in _locators if each.__qualname__ != "_BySources")]
 if getattr(config, "CACHE_LOCATOR_CLASSES", ""):
     _log.warning(
         "NUMBA_CACHE_LOCATOR_CLASSES is set: compiled kernels are kept by it, also where a source that they"

@@ -378,7 +378,7 @@ FAULTS = (
     Fault(
         "what a client leaves empty in a message reaches the template",
         "hispec/prompts.py",
-        "    message = _given(message)\n",
+        "    message = given_fields(message)\n",
         "",
         ("tests/test_llm.py",),
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ee_models.kernel_cache import PACKAGES, digest_of
+from ee_models.kernel_cache import PACKAGES, sources_of
 from tests.helpers.sweeps import sweep
 
 ROOT = Path(__file__).parents[2]
@@ -31,19 +31,56 @@ def caller():
 """
 
 
-def test_a_digest_is_of_every_source_and_its_name(tmp_path: Path) -> None:
-    source = tmp_path / "hispec" / "sampling" / "a.py"
-    source.parent.mkdir(parents=True)
-    source.write_text("A = 1\n")
-    digests = [digest_of(tmp_path)]
-    source.write_text("A = 2\n")
-    digests.append(digest_of(tmp_path))
-    source.rename(source.with_name("b.py"))
-    digests.append(digest_of(tmp_path))
-    (tmp_path / "hispec" / ".#a.py").symlink_to("nobody@nowhere.1:2")  # Emacs's, of a file with changes
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "c.py").write_text("")
-    assert len({*digests}) == 3 and digest_of(tmp_path) == digests[-1]
+def test_sources_are_those_that_are_imported_and_a_digest_is_of_these_and_their_names(tmp_path: Path) -> None:
+    """Digests are taken in processes of their own, as each reads a source once."""
+    sources = {
+        "hispec/sampling/a.py": "from . import b, nothing\nfrom ..config import (\n    A,  # c\n    d,\n)\n",
+        "hispec/sampling/b.py": "def late():\n    from ee_models.e import E as F\n",
+        "hispec/sampling/__init__.py": "",
+        "hispec/config/__init__.py": "import numpy, cache.f as g\nfrom .c import A\n",
+        "hispec/config/c.py": "from . import __init__\nfrom .. import other\nimport other\n",
+        "hispec/config/d.py": "",
+        "ee_models/e.py": "",
+        "cache/f.py": "from hispec.sampling.a import A\n",
+        "hispec/not_imported.py": "from .sampling import a\n",
+        "other/__init__.py": "",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "hispec" / ".#other.py").symlink_to("nobody@nowhere.1:2")  # Emacs's, of a file with changes
+    first = tmp_path / "hispec" / "sampling" / "a.py"
+    found = {str(path.relative_to(tmp_path)) for path in sources_of(tmp_path, first)}
+    assert found == sources.keys() - {"hispec/not_imported.py", "other/__init__.py"}
+    code = (
+        "from pathlib import Path; from ee_models.kernel_cache import digest_of;"
+        f" root = Path({str(tmp_path)!r}); print(digest_of(root, root / 'hispec' / 'sampling' / 'a.py'))"
+    )
+    digests = []
+    for text in ("A = 1\n", "A = 2\n", "A = 2\n", "A = 1\n"):
+        (tmp_path / "ee_models" / "e.py").write_text(text)
+        (tmp_path / "hispec" / "not_imported.py").write_text(f"# {len(digests)}\n")
+        digests.append(run(code, ROOT)[0])
+    assert digests[0] == digests[3] != digests[1] == digests[2]
+    (tmp_path / "cache" / "f.py").rename(tmp_path / "cache" / "g.py")
+    assert run(code, ROOT)[0] != digests[3]
+
+
+def test_no_import_of_a_source_is_missed() -> None:
+    """Against parsing all of them."""
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = path.relative_to(ROOT).parent.parts
+                above = above[: len(above) + 1 - node.level] if node.level else ()
+                base = ".".join((*above, *filter(None, [node.module])))
+                names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        files = {ROOT / f"{name.replace('.', '/')}{end}" for name in names for end in (".py", "/__init__.py")}
+        ours = {file for file in files if file.is_file() and file.relative_to(ROOT).parts[0] in PACKAGES}
+        assert ours <= sources_of(ROOT, path), path
 
 
 def run(code: str, folder: Path, **environment: str) -> tuple[str, str]:
