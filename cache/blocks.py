@@ -73,18 +73,43 @@ class BlockPool:
 
     def find_held(self, token_ids: Sequence[int]) -> set[int]:
         """Blocks that `allocate` would find and that tables hold already. Changes nothing."""
-        return {block for block, _ in self._find(token_ids) if self._num_refs[block] > 0}
+        return {block for block, _ in self._find(token_ids, BlockTable()) if self._num_refs[block] > 0}
 
     def allocate(self, token_ids: Sequence[int]) -> tuple[BlockTable, int]:
         """A new table that holds the longest published prefix of `token_ids` in whole blocks -> (table,
         positions found)."""
         table = BlockTable()
-        for block, prefix_id in self._find(token_ids):
+        for block, prefix_id in self._find(token_ids, table):
             table.prefix_id = prefix_id
             self._acquire(block)
             table.blocks.append(block)
         table.num_published = len(table.blocks)
         return table, table.num_published * self.block_size
+
+    def find_more(self, table: BlockTable, token_ids: Sequence[int]) -> tuple[BlockTable, int, list[int]]:
+        """Looks for more of `token_ids` than is published of `table`, beyond which its blocks must hold
+        nothing yet -> (a table to take its place, positions found in all, blocks of `table` that are not in
+        it, which `give_back` takes)."""
+        found = list(self._find(token_ids, table))
+        if not found:
+            return table, table.num_published * self.block_size, []
+        begin, end = table.num_published, table.num_published + len(found)
+        for block, _ in found:
+            self._acquire(block)
+        blocks = [*table.blocks[:begin], *(block for block, _ in found), *table.blocks[end:]]
+        return BlockTable(blocks, end, found[-1][1]), end * self.block_size, table.blocks[begin:end]
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Blocks that no table has any longer."""
+        while blocks:
+            self._release(blocks.pop())
+
+    def next_key(self, table: BlockTable, token_ids: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
+        """What the first block of `table` that is not published will be found by; None if `token_ids` end
+        before it does."""
+        start = table.num_published * self.block_size
+        end = start + self.block_size
+        return (table.prefix_id, tuple(token_ids[start:end])) if end <= len(token_ids) else None
 
     def extend(self, table: BlockTable, num_positions: int) -> bool:
         """Makes `table` cover `num_positions`. False, with nothing changed, if blocks do not suffice."""
@@ -131,8 +156,7 @@ class BlockPool:
         the cache."""
         blocks = table.blocks
         table.blocks, table.num_published, table.prefix_id = [], 0, _ROOT
-        while blocks:
-            self._release(blocks.pop())
+        self.give_back(blocks)
 
     def retract(self, table: BlockTable) -> None:
         """Takes what `table` holds out of the prefix cache: what its blocks hold is not to be trusted. Tables
@@ -193,10 +217,11 @@ class BlockPool:
             self._key[block] is None for block in self._free
         )
 
-    def _find(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(block, prefix id after it) of the longest published prefix of `token_ids` in whole blocks."""
-        prefix_id, size = _ROOT, self.block_size
-        for start in range(0, len(token_ids) - size + 1, size):
+    def _find(self, token_ids: Sequence[int], table: BlockTable) -> Iterator[tuple[int, int]]:
+        """(block, prefix id after it) of the longest published prefix of `token_ids` in whole blocks, those
+        left out that are published of `table`."""
+        prefix_id, size = table.prefix_id, self.block_size
+        for start in range(table.num_published * size, len(token_ids) - size + 1, size):
             found = self._published.get((prefix_id, tuple(token_ids[start : start + size])))
             if found is None:
                 return

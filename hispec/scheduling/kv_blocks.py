@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Set
 from typing import Protocol
 
 from cache.blocks import BlockPool, BlockTable
@@ -116,6 +116,28 @@ class KVBlocks:
         if request.admitted_s is None:  # later its own blocks are found, too
             request.num_cached = num_cached
         return num_cached
+
+    def find_more(self, request: Request) -> int:
+        """Gives a request whose prompt is being computed what the prefix cache has got of it since it was
+        admitted, in place of blocks of its own that hold nothing yet -> positions found."""
+        before, table = request.num_computed, request.table
+        if not self._shares(request) or before != table.num_published * self._pool.block_size:
+            return 0
+        table, num_computed, replaced = self._pool.find_more(table, request.token_ids[:-1])
+        request.table, request.num_computed = table, num_computed  # both at once, as in `admit`
+        self._pool.give_back(replaced)
+        if request.num_output == 0:
+            request.num_cached += max(0, num_computed - max(before, request.most_computed))
+        return num_computed - before
+
+    def next_shared(self, request: Request) -> Hashable | None:
+        """What others can find the next block by that a request computes of its prompt; equal for two whose
+        next blocks are. None where nothing of it is shared."""
+        return self._pool.next_key(request.table, request.token_ids[:-1]) if self._shares(request) else None
+
+    def _shares(self, request: Request) -> bool:
+        """Whether what is computed of a request gets into the prefix cache."""
+        return self._enable_prefix_caching and not request.is_suspect and not request.gaps
 
     def repair(self, waiting: Iterable[Request]) -> None:
         """After an interrupt, for the requests without a row: frees blocks that do not hold all that is

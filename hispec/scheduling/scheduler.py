@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool, BlockTable
@@ -304,13 +304,23 @@ class Scheduler:
     # ---- rows and blocks ----
 
     def _plan_chunks(self) -> list[Chunk]:
-        """What a step computes of prompts."""
-        chunks, budget = [], self.max_prefill_tokens
+        """What a step computes of prompts. Of those that begin alike one computes what they share; the others
+        wait, and find it in the prefix cache in the next step."""
+        chunks, budget, size = list[Chunk](), self.max_prefill_tokens, self._pool.block_size
+        coming = set[Hashable]()  # blocks that are in the prefix cache after the step
         for request in self._in_order([request for request in self.running if not request.is_ready]):
-            if budget > 0:
-                end = min(len(request.token_ids) - 1, request.num_computed + budget)
-                chunks.append(Chunk(request, request.num_computed, end))
-                budget -= end - request.num_computed
+            if budget <= 0:
+                break
+            self.num_cached_tokens += self.kv.find_more(request)
+            start, published = request.num_computed, request.table.num_published * size
+            end = min(len(request.token_ids) - 1, start + budget)
+            shared = self.kv.next_shared(request)
+            if start == end or (start == published and shared in coming):
+                continue
+            chunks.append(Chunk(request, start, end))
+            budget -= end - start
+            if shared is not None and end >= published + size:
+                coming.add(shared)
         return chunks
 
     def _make_room(self, request: Request, window: int) -> None:
