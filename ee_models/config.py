@@ -6,6 +6,7 @@ not implement by field and value, so that none is ignored silently.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,9 @@ class ModelConfig:
             raise unsupported("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}")
         if self.head_dim % 2:
             raise unsupported("head_dim", self.head_dim, "an even number, since rotary embeddings turn pairs")
+        eps: Any = self.rms_norm_eps
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 <= eps < math.inf:
+            raise unsupported("rms_norm_eps", eps, "a number of at least 0")
         if self.sliding_window is not None and not _is_count(self.sliding_window):
             raise unsupported("sliding_window", self.sliding_window, "null, or an integer of at least 1")
 

@@ -85,6 +85,11 @@ def read_rope(config: PretrainedConfig) -> RopeConfig:
         raise unsupported("partial_rotary_factor", partial, "1.0")
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     fields = _FIELDS.get(kind, ()) if isinstance(kind, str) else ()
+    # transformers lets one at the top replace one here, or the default of it.
+    if "original_max_position_embeddings" in fields and (
+        original := getattr(config, "original_max_position_embeddings", None)
+    ):
+        parameters["original_max_position_embeddings"] = original
     missing = [field for field in fields if parameters.get(field) is None]
     if missing:
         raise CheckpointError(

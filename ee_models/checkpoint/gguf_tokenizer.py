@@ -134,7 +134,13 @@ def _read_vocabulary(fields: Mapping[str, Any], limit: int) -> _Vocabulary:
         raise CheckpointError(
             f"the file lists {len(tokens)} tokens, but its model has embeddings for {limit}; convert it anew"
         )
-    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    # Converters fill a vocabulary that is padded with tokens that are none: other sizes of a model, and its
+    # own tokenizer, lack them.
+    ids = {
+        token: token_id
+        for token_id, token in enumerate(tokens)
+        if not (kinds[token_id] == TokenType.UNUSED and token == f"[PAD{token_id}]")
+    }
 
     def of_kind(kind: int) -> dict[str, int]:
         return {token: token_id for token, token_id in ids.items() if kinds[token_id] == kind}

@@ -192,11 +192,12 @@ def _read_generation(folder: Path) -> dict[str, Any]:
 
 
 def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling settings of generation_config.json. Under `do_sample: false` most are not read, as in
-    transformers."""
-    sampling = () if generation.get("do_sample") is False else _SAMPLING_FIELDS
-    fields = (*sampling, "repetition_penalty")
-    defaults = {name: generation[name] for name in fields if generation.get(name) is not None}
+    """The sampling settings of generation_config.json. `do_sample: false` is greedy, whatever else it sets,
+    as in transformers."""
+    is_greedy = generation.get("do_sample") is False
+    given = {**generation, "temperature": 0.0} if is_greedy else generation
+    fields = ("temperature", "repetition_penalty") if is_greedy else (*_SAMPLING_FIELDS, "repetition_penalty")
+    defaults = {name: given[name] for name in fields if given.get(name) is not None}
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(

@@ -7,6 +7,7 @@ the weights and one tensor.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import Counter
@@ -21,6 +22,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import CheckpointError, cut, reason, shown
 
+_log = logging.getLogger(__name__)
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -119,6 +121,11 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
         )
         raise CheckpointError(
             f"weights and config disagree in {len(problems)} tensor(s): {listed}; take both from one place"
+        )
+    if num_layers > config.num_layers:  # of models that predict several tokens, for one; or of a wrong config
+        _log.warning(
+            "the config says %s layers, the weights hold %s: the last %s are left out",
+            *(config.num_layers, num_layers, num_layers - config.num_layers),
         )
     return {name: index[name] for name in expected}
 

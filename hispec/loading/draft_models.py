@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WHERE = "speculative.draft.path"
+_log = logging.getLogger(__name__)
 
 
 class DraftModels:
@@ -89,8 +91,9 @@ def _path(speculative: SpeculativeConfig | None) -> str | None:
 def _check_tokens(
     path: str, checkpoint: Checkpoint, target: Decoder, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Raises ConfigError, naming the first token that differs, unless both models have the same
-    vocabulary."""
+    """Raises ConfigError, naming the first token that differs, unless both models have the same vocabulary.
+    Where only what ends a text differs, as in a base model and one made of it, drafts are merely wrong there;
+    that is logged."""
     own, others = checkpoint.config, target.config
     if tokenizer is None:
         if own.vocab_size != others.vocab_size:
@@ -120,9 +123,10 @@ def _check_tokens(
         )
     for name, special in tokenizer.special_tokens_map.items():
         if name in ("bos_token", "eos_token") and draft_tokenizer.special_tokens_map.get(name) != special:
-            raise ConfigError(
-                f"{_WHERE}={path!r}: {name} is {draft_tokenizer.special_tokens_map.get(name)!r} in the draft"
-                f" model and {special!r} in the target; choose a model with the same tokenizer"
+            _log.warning(
+                "%s=%r: %s is %r in the draft model and %r in the target; outputs are the target's, but its"
+                " drafts may be wrong more often",
+                *(_WHERE, path, name, draft_tokenizer.special_tokens_map.get(name), special),
             )
     if own.vocab_size < len(ours):
         raise ConfigError(

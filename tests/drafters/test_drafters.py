@@ -466,7 +466,7 @@ def test_llm_loads_a_draft_model_once(tiny_path: Path, draft_path: Path) -> None
 
 
 def test_llm_refuses_draft_models_that_speak_other_tokens(
-    tiny_path: Path, draft_path: Path, tmp_path: Path
+    tiny_path: Path, draft_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(words: str, path: Path, **settings: Any) -> None:
         with pytest.raises(HiSpecError if "cannot" not in words else ValueError, match=words):
@@ -486,7 +486,8 @@ def test_llm_refuses_draft_models_that_speak_other_tokens(
     ends = tiny_checkpoint(tmp_path / "ends", num_layers=2, tokenizer=True)
     config = (ends / "tokenizer_config.json").read_text()
     (ends / "tokenizer_config.json").write_text(config.replace('"eos_token": "</s>"', '"eos_token": "<pad>"'))
-    refused(r"eos_token is '<pad>' in the draft model and '</s>' in the target", ends)
+    LLM(str(tiny_path), speculative={"draft": {"kind": "model", "path": str(ends)}}, **SMALL)
+    assert "eos_token is '<pad>' in the draft model and '</s>' in the target" in caplog.text
     refused("has no tokenizer to compare", tiny_checkpoint(tmp_path / "mute", num_layers=2))
     refused(
         "has 300 tokens, the target 260",

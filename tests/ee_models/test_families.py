@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models import families
 from ee_models.checkpoint.loader import open_checkpoint
-from ee_models.config import ModelConfig, UnsupportedModelError
+from ee_models.config import ModelConfig, UnsupportedModelError, make_transformers_config
 from ee_models.decoder import Decoder
 from ee_models.families import Family
 from hispec.loading.known_models import resolve_model
@@ -163,6 +164,17 @@ def test_rotary_frequencies_are_those_of_transformers(family: str) -> None:
         assert torch.equal(
             config.rope.inv_freq(config.head_dim), ROPE_INIT_FUNCTIONS[config.rope.kind](model.config, CPU)[0]
         )
+
+
+@pytest.mark.parametrize("inner", [{}, {"original_max_position_embeddings": 64}], ids=str)
+def test_an_original_length_at_the_top_of_a_config_is_the_one_that_counts(inner: dict[str, Any]) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **inner}
+    own = dict.fromkeys(("rope_scaling", "rope_parameters"), scaling)
+    fields = tiny_model("llama3", num_layers=1).config.to_dict() | own
+    config = make_transformers_config(fields | {"original_max_position_embeddings": 16})
+    rope = ModelConfig.from_transformers(config).rope
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    assert rope.original_max_position_embeddings == 16 and torch.equal(rope.inv_freq(len(theirs) * 2), theirs)
 
 
 WINDOWS: list[tuple[str, dict[str, Any], int | None]] = [

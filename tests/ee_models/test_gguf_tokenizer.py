@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import TokenType
 from transformers import PreTrainedTokenizerBase
 
 from ee_models.checkpoint.loader import CheckpointError, load_tokenizer, open_checkpoint
@@ -75,6 +76,17 @@ def test_special_tokens_are_the_file_s_and_found_whole(tmp_path: Path) -> None:
     assert ids == [ROLE_ID, BYTE_TOKENS.index("<think>"), EOS_ID]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>"
     assert max(tokenizer.encode("<|endoftext|><s><unk>")) < len(BYTE_TOKENS)
+
+
+def test_what_a_converter_has_padded_a_vocabulary_with_is_no_token(tmp_path: Path) -> None:
+    """A name of another place, or of another kind, is a token like any."""
+    num, unused, normal = len(BYTE_TOKENS), int(TokenType.UNUSED), int(TokenType.NORMAL)
+    padded = [*BYTE_TOKENS, f"[PAD{num}]", "[PAD7]", f"[PAD{num + 2}]", f"[PAD{num + 3}]"]
+    kinds = [*BYTE_LEVEL["tokenizer.ggml.token_type"], unused, unused, normal, unused]
+    fields = {"tokenizer.ggml.tokens": padded, "tokenizer.ggml.token_type": kinds}
+    tokenizer = read(tmp_path, BYTE_LEVEL | fields)
+    kept = {token: at for at, token in enumerate(padded) if at not in (num, num + 3)}
+    assert tokenizer.get_vocab() == kept and tokenizer.decode([BYTE_TOKENS.index("t"), num]) == "t"
 
 
 def test_sentencepiece_joins_the_best_token_and_falls_back_on_bytes(tmp_path: Path) -> None:

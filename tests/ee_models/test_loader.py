@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -166,9 +167,11 @@ def test_generation_config_goes_before_config(folder: Path) -> None:
     assert checkpoint.generation_defaults == {"temperature": 0.6, "top_p": 0.9}
 
 
-def test_sampling_defaults_of_a_greedy_model_are_not_read(folder: Path) -> None:
-    edit_json(folder / "generation_config.json", do_sample=False, temperature=0.6, repetition_penalty=1.1)
-    assert open_checkpoint(folder).generation_defaults == {"repetition_penalty": 1.1}
+def test_a_model_that_does_not_sample_is_greedy_whatever_else_it_sets(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", do_sample=False, temperature=0.6, top_p=0.5)
+    assert open_checkpoint(folder).generation_defaults == {"temperature": 0.0}
+    edit_json(folder / "generation_config.json", do_sample=False, repetition_penalty=1.1)
+    assert open_checkpoint(folder).generation_defaults == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_a_checkpoint_needs_no_generation_config(folder: Path) -> None:
@@ -320,6 +323,10 @@ CONTRADICTIONS: list[tuple[Fields, str]] = [
         r"disagree in 6 tensor\(s\): .*gate_proj.weight has shape \[96, 48\],"
         r" the config says \[64, 48\].*; and 1 more",
     ),
+    *(
+        ({"rms_norm_eps": eps}, "rms_norm_eps is .*a number of at least 0")
+        for eps in (math.nan, -math.inf, -1.0)
+    ),
     ({"num_hidden_layers": 3}, "num_layers is 3 in the config, but the weights hold 2 layers"),
     ({"attention_bias": True}, r"disagree in 8 tensor\(s\): model.layers.0.self_attn.q_proj.bias is missing"),
 ]
@@ -335,6 +342,16 @@ def test_a_config_at_odds_with_the_weights_or_itself_is_refused(
     edit_json(folder / "config.json", **changes)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder)
+
+
+def test_layers_that_the_config_does_not_count_are_left_out_and_that_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_checkpoint(folder)
+    assert not caplog.records
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    assert open_checkpoint(folder).config.num_layers == 1
+    assert "the config says 1 layers, the weights hold 2: the last 1 are left out" in caplog.text
 
 
 WRONG_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
