@@ -230,8 +230,13 @@ class LLM:
         the next step goes on, and nothing is lost."""
         self._check_open("step")
         self._advance()
-        finished, self._finished = self._finished, {}
-        return list(finished.values())
+        finished, outputs = self._finished, list(self._finished.values())
+        try:
+            self._finished = {}
+            return outputs
+        except BaseException:  # they did not reach the caller
+            self._finished = finished
+            raise
 
     def wake(self) -> None:
         """Has a `step` that waits for workers return, from another thread. One process never waits."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +31,7 @@ from ..runner.plan_runtime import PlanRuntime
 from ..runner.plan_spec import Models, PlanSpec
 from ..runner.round_runner import RoundRunner
 from ..sampling_params import SamplingParams
-from ..scheduling.lengths import LengthPredictor
+from ..scheduling.lengths import LengthPredictor, check_predictor
 from ..scheduling.make import make_scheduler
 from ..scheduling.request import TextStream
 from ..stats import EngineStats
@@ -172,11 +174,8 @@ class Engine:
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
         plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
-        if length_predictor is not None and not hasattr(length_predictor, "predictor"):
-            raise ConfigError(
-                f"length_predictor={shown(length_predictor)} is no LengthPredictor"
-                " (hispec/scheduling/lengths.py); leave it out to learn lengths from ended requests"
-            )
+        if length_predictor is not None:
+            check_predictor(length_predictor)
         loaded = Pretrained(model, config, plan, revision, skip_tokenizer_init, measure_latency)
         return cls.of_pretrained(loaded, config, plan, order, length_predictor, name=str(model))
 
@@ -306,6 +305,11 @@ class Engine:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
         if self._is_draining:
             problems.append("the engine is draining and takes no more requests")
+        if arrival_s is not None and not _is_past(arrival_s):
+            problems.append(
+                f"arrival_s={shown(arrival_s)} must be a time of time.monotonic(), not to come; leave it out"
+                " where it is now"
+            )
         admission = self.admission
         try:
             admission.check(request_id, prompt_token_ids, params, text, problems)
@@ -413,6 +417,10 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Metrics of docs/metrics.md: counts since the last reset and what is held now (see EngineStats);
         "control": what the controller has counted since it was made."""
+        return {**self.counts(), "control": self._recorder.control.stats()}
+
+    def counts(self) -> dict[str, Any]:
+        """As `stats`, but for "control", which takes longer than all else."""
         counts, draft_counts = self._counters
         return {
             **self._loop.stats.as_dict(),
@@ -421,7 +429,6 @@ class Engine:
             "draft_model_layer_passes": draft_counts.layer_passes - draft_counts.prefill_layer_passes,
             "num_layers": self._decoder.config.num_layers,
             **self._rounds.stats(),
-            "control": self._recorder.control.stats(),
             "cached_tokens": self._scheduler.num_cached_tokens,
             "cache_queried_tokens": self._scheduler.num_queried_tokens,
             "preemptions": self._scheduler.num_preemptions,
@@ -527,3 +534,9 @@ class Engine:
         there is no request."""
         if self._switching_to is not None:
             self._use(self._switching_to)
+
+
+def _is_past(time_s: Any) -> bool:
+    """Whether it is a time of the monotonic clock that has come."""
+    is_number = isinstance(time_s, int | float) and not isinstance(time_s, bool)
+    return is_number and -math.inf < time_s <= time.monotonic()

@@ -141,7 +141,7 @@ ERROR_KINDS = {
     "text": "its text hook raised",
     "not_finite": "the model's logits were no numbers, twice",
     "out_of_memory": "memory ran out, even for it alone",
-    "worker_deaths": "three workers died while they served it",
+    "worker_deaths": "three workers died while they served it, or one, and its stream could not go on",
 }
 
 

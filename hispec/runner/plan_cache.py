@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+
+import torch
 
 from ..config import EngineConfig
+from ..errors import ConfigError
+from ..utils.memory import free_bytes, free_memory_bytes
 from .plan_runtime import PlanRuntime, make_plan_runtime
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
@@ -28,8 +33,13 @@ class PlanCache:
         config, draft_model = self._config, spec.models.draft_model
         sizes = EngineSizes(config.max_num_seqs, self._max_model_len, num_blocks, config.block_size)
         draft_kvs = (each.draft_kv for each in self.kept if each.models.draft_model is draft_model)
-        kv = self.runtime.kv if self._kept else None
-        return make_plan_runtime(spec, sizes, self._counters, kv, next(draft_kvs, None))
+        kv, draft_kv = self.runtime.kv if self._kept else None, next(draft_kvs, None)
+        if kv is not None:
+            own = replace(spec.models, draft_model=None).kv_bytes_per_block(config.block_size)
+            of_draft = spec.models.kv_bytes_per_block(config.block_size) - own
+            missing = own * (kv.num_layers < spec.models.num_kv_layers) + of_draft * (draft_kv is None)
+            _check_room(num_blocks, missing, kv.data.device)
+        return make_plan_runtime(spec, sizes, self._counters, kv, draft_kv)
 
     def get(self, num_blocks: int, spec: PlanSpec) -> PlanRuntime:
         """The one that is kept, or a new one, which `use` keeps: always for a plan whose drafter keeps
@@ -66,3 +76,15 @@ class PlanCache:
         """Gives the KV memory back."""
         for runtime in self.kept:
             runtime.release()
+
+
+def _check_room(num_blocks: int, bytes_per_block: int, device: torch.device) -> None:
+    """Raises ConfigError where there is no memory for what a plan needs of KV besides what there is."""
+    free = free_bytes(device) if device.type == "cuda" else free_memory_bytes()
+    if num_blocks * bytes_per_block > free:
+        raise ConfigError(
+            f"speculative: for engine.num_kv_blocks={num_blocks} this plan needs"
+            f" {num_blocks * bytes_per_block / 1e6:,.0f} MB of KV besides that of the plan in use, and"
+            f" {free / 1e6:,.0f} MB of memory are free; make an LLM with this plan, or with at most"
+            f" {max(1, free // bytes_per_block)} blocks"
+        )

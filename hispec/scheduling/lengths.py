@@ -8,9 +8,9 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 _log = logging.getLogger(__name__)
 _WINDOW = 256  # recent lengths kept per class
@@ -29,6 +29,15 @@ class LengthPredictor(Protocol):
 
     def finished(self, prompt_token_ids: Sequence[int], num_output: int) -> None:
         """Learns from a request that ended, by itself or at its max_tokens, with so many tokens."""
+
+
+def check_predictor(given: Any) -> None:
+    """Raises ConfigError for what is no LengthPredictor."""
+    if not hasattr(given, "predictor"):
+        raise ConfigError(
+            f"length_predictor={shown(given)} is no LengthPredictor (hispec/scheduling/lengths.py); leave it"
+            " out to learn lengths from ended requests"
+        )
 
 
 class _Lengths:

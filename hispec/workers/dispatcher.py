@@ -63,7 +63,7 @@ class Dispatcher:
         self.outbox: deque[tuple[int, Delta]] = deque()
         self.news: SimpleQueue[None] = SimpleQueue()
         self.failure: Exception | None = None
-        self.num_replaced = self.num_given_up = 0
+        self.num_replaced = self.num_given_up = self.num_aborted = 0
         self.counts_of_dead: dict[str, Any] = {}
         self._launcher, self._start_of, self._room = launcher, start_of, room
         self._timeout_s, self._looked_at = timeout_s, time.monotonic()
@@ -150,8 +150,8 @@ class Dispatcher:
     def abort(self, numbers: list[int]) -> None:
         gone = [number for number in numbers if self._tasks.pop(number, None) is not None]
         for number in gone:
-            self._queue.pop(number, None)
-            self._suspects.pop(number, None)
+            waited = (self._queue.pop(number, None), self._suspects.pop(number, None))
+            self.num_aborted += waited != (None, None)
         for worker in self._workers:
             if own := [number for number in gone if worker.tasks.pop(number, None) is not None]:
                 worker.end.send(own)

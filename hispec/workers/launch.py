@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from ..errors import ConfigError, WorkerError, shown
+from ..scheduling.lengths import check_predictor
 from .messages import Setup, Start
 
 _PATIENCE_S = 5.0  # that a process has to end by itself
@@ -201,7 +202,7 @@ class LocalLauncher:
         handle = theirs.fileno()
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(handle), json.dumps(sys.path)],
+                [sys.executable, "-c", _CODE, str(handle), json.dumps(_search_path())],
                 pass_fds=[handle],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -225,10 +226,16 @@ class LocalLauncher:
         return process
 
 
+def _search_path() -> list[str]:
+    """Where Python looks for modules, which is in texts alone."""
+    return [each for each in sys.path if isinstance(each, str)]
+
+
 def check_setup(setup: Setup) -> None:
     """Raises ConfigError for what other processes cannot have."""
     if setup.length_predictor is None:
         return
+    check_predictor(setup.length_predictor)
     try:
         is_known = type(setup.length_predictor).__module__ != "__main__"
         pickle.dumps(replace(setup))

@@ -172,7 +172,10 @@ class WorkerPool:
         number = next(self._counter)
         if params.seed is None:  # as one engine derives it, whoever serves the request
             params = params.model_copy(update={"seed": (self.admission.seed + number) % 2**63})
-        prompt = list(prompt_token_ids)
+        # What other processes know: a class of the caller's own may be none of theirs.
+        prompt = [int(token) for token in prompt_token_ids]
+        if type(params) is not SamplingParams:
+            params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.model_fields})
         continues = isinstance(text, IncrementalText) and text.continues
         request = NewRequest(
             number, prompt, params, text is not None, continues, is_stream, time.monotonic(), time.time()
@@ -231,6 +234,7 @@ class WorkerPool:
         self._check_open("score")
         self._check_idle("score() cannot run")
         self.admission.check_pairs(pairs)
+        pairs = [([int(token) for token in one], [int(token) for token in other]) for one, other in pairs]
         found: dict[int, ContinuationScore] = {}
         for _ in range(_MOST_TRIES):
             left = [at for at in range(len(pairs)) if at not in found]
@@ -268,6 +272,11 @@ class WorkerPool:
         config = _make_plan(speculative)
         self._check_idle("the plan cannot change")
         try:
+            if config is not None and config.control == "goodput":
+                # One measures what stages cost, if nobody has yet; the others read it.
+                for _, reply in self._dispatcher.ask_parts("set_speculative_first", [config]):
+                    if isinstance(reply, Exception):
+                        raise reply
             self._ask("set_speculative", config, is_lasting=True)
         except BaseException:  # an interrupt, too, after which nobody hears in which it failed
             self._ask("set_speculative", self._speculative, is_lasting=True, is_binding=True)
@@ -285,7 +294,7 @@ class WorkerPool:
         "workers_replaced": how many died and were replaced. What the dead had counted is in the sums, but for
         their work since they were last asked for stats, or a request of theirs last ended. While requests are
         unfinished and a worker is in a step of seconds, or hangs, they are those of before."""
-        if self.is_closed:
+        if self.is_closed or self.failure is not None:
             return self._last_stats
         if not self._ids:
             self._read_stats()
@@ -298,6 +307,7 @@ class WorkerPool:
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
         """As Engine.fingerprints."""
+        self._check_open("fingerprints")
         found: dict[str, str] = self._ask("fingerprints", speculative)[0]
         return found
 
@@ -305,12 +315,12 @@ class WorkerPool:
         if not self.is_closed:
             self._ask("reset_stats")
             self._dispatcher.post(self._dispatcher.forget_dead)
-            self._num_refused = self._dispatcher.num_given_up = 0
+            self._num_refused = self._dispatcher.num_given_up = self._dispatcher.num_aborted = 0
             self._read_stats()
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose, in all workers."""
-        if not self.is_closed:
+        if not self.is_closed and self.failure is None:
             self._last_memory = sum_memory(self._ask("memory"), shares_weights=self._setup.forks)
         return self._last_memory
 
@@ -339,11 +349,11 @@ class WorkerPool:
         total = sum_stats(each, dead)
         total["waiting"] += dispatcher.num_queued
         own = {"refused": self._num_refused, "worker_deaths": dispatcher.num_given_up}
-        given_up = own["worker_deaths"]
         for name, count in own.items():
             total["errors"][name] += count
-        total["finished"] += given_up
-        total["finished_by_reason"]["error"] += given_up
+        for reason, count in (("error", own["worker_deaths"]), ("abort", dispatcher.num_aborted)):
+            total["finished"] += count
+            total["finished_by_reason"][reason] += count
         self._last_stats = {**total, "workers": each, "workers_replaced": dispatcher.num_replaced}
 
     def _ask(

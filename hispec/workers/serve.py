@@ -35,7 +35,7 @@ class Server:
         while self._handle_messages():
             if self._engine.has_unfinished() and (deltas := self._step()):
                 has_ended = any(delta.finish_reason is not None for _, delta in deltas)
-                counted = counts_of(self._engine.stats()) if has_ended else None
+                counted = counts_of(self._engine.counts()) if has_ended else None
                 self._end.send(Gained(deltas, counted))
 
     def _receive(self) -> None:
@@ -124,6 +124,10 @@ class Server:
 
     def set_speculative(self, speculative: Any) -> None:
         self._engine.set_speculative(speculative)
+
+    def set_speculative_first(self, speculative: list[Any]) -> None:
+        """Of a list of one, which only one worker gets."""
+        self._engine.set_speculative(*speculative)
 
     def set_tracing(self, on: bool) -> None:
         self._engine.set_tracing(on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ee_models.decoder import Decoder
 from ee_models.errors import CheckpointError
 from hispec import LLM, ConfigError, RequestError, SamplingParams
 from hispec.config import Plan
+from hispec.runner import plan_cache
 from tests.helpers.support import GREEDY, make_engine, run
 
 SMALL: dict[str, Any] = {"max_model_len": 64, "num_kv_blocks": 16, "max_num_seqs": 4}
@@ -324,6 +326,28 @@ def test_stop_strings_need_a_tokenizer_and_chat_a_template(tiny_path: Path) -> N
         .text
         == ""
     )
+
+
+def test_a_plan_whose_kv_finds_no_room_is_refused_and_the_one_before_stays(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny_path), **SMALL)
+    plan = {"draft": {"kind": "model", "path": str(tiny_path)}, "num_draft_tokens": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_cache, "free_memory_bytes", lambda: 10_000)
+        with pytest.raises(ConfigError, match=r"num_kv_blocks=\d+ this plan needs .* MB of KV besides"):
+            llm.set_speculative(plan)
+        assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
+    llm.set_speculative(plan)
+    assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
+
+
+@pytest.mark.parametrize("arrival_s", [1e12, math.nan, math.inf, "now", True])
+def test_a_request_has_not_come_in_the_future(tiny_decoder: Decoder, arrival_s: Any) -> None:
+    engine = make_engine(tiny_decoder)
+    with pytest.raises(RequestError, match="must be a time of time"):
+        engine.add_request([5, 6], SamplingParams(), arrival_s=arrival_s)
+    assert engine.add_request([5, 6], SamplingParams(), arrival_s=0.0)
 
 
 def test_speculation_cannot_change_under_live_requests(tiny_path: Path) -> None:

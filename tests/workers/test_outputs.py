@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,6 +162,31 @@ def test_an_aborted_request_ends_and_its_id_is_free(two: LLM, one: LLM) -> None:
     assert output.request_id == "a" and plain(output).outputs == wanted.outputs
 
 
+def test_aborted_requests_count_as_ended_whoever_had_them(two: LLM) -> None:
+    two.reset_stats()
+    endless = GREEDY.model_copy(update={"max_tokens": 110, "ignore_eos": True})
+    names = [str(number) for number in range(40)]
+    for name in names:
+        two.add(name, endless, name)
+    two.abort(names)
+    stats = two.stats()
+    assert (stats["finished"], stats["finished_by_reason"]["abort"]) == (40, 40)
+    two.reset_stats()
+    assert two.stats()["finished"] == 0
+
+
+def test_a_request_may_be_of_classes_that_only_the_caller_knows(two: LLM, one: LLM) -> None:
+    class Own(SamplingParams):
+        extra: int = 3
+
+    class Token(enum.IntEnum):
+        A = 70
+
+    params = Own(temperature=0.0, max_tokens=12, seed=4)
+    prompts = [{"prompt_token_ids": [Token.A, 71, 72]}, "one", "two"]
+    assert generate(two, params, prompts) == generate(one, GREEDY.model_copy(update={"seed": 4}), prompts)
+
+
 def test_the_plan_changes_in_all_workers_or_in_none(two: LLM, one: LLM) -> None:
     wanted = generate(one)
     try:
@@ -229,9 +256,36 @@ def test_after_close_counts_can_be_read_and_nothing_runs(tiny_path: Path) -> Non
     llm.close()
     assert llm.stats()["finished"] >= len(PROMPTS) and llm.memory()["weights_bytes"] > 0
     assert not llm.has_unfinished()
-    for call in (llm.step, lambda: llm.generate("a"), lambda: llm.set_speculative(None)):
+    for call in (
+        llm.step,
+        lambda: llm.generate("a"),
+        lambda: llm.set_speculative(None),
+        lambda: pool(llm).fingerprints(None),
+    ):
         with pytest.raises(ClosedError):
             call()
+
+
+def test_a_search_path_may_hold_what_is_no_text_and_a_predictor_must_be_one(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="length_predictor=5 is no LengthPredictor"):
+        LLM(str(tiny_path), workers=2, length_predictor=cast("Any", 5), **SMALL)
+    monkeypatch.setattr(sys, "path", [*sys.path, tiny_path])
+    with LLM(str(tiny_path), workers=2, **SMALL) as llm:
+        assert llm.num_workers == 2
+
+
+@pytest.mark.slow
+def test_one_worker_measures_for_all_where_a_plan_is_taken_later(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HISPEC_CACHE", str(tmp_path))
+    plan = {"control": "goodput", "draft": {"kind": "ngram"}, "num_draft_tokens": 4}
+    with LLM(str(tiny_path), workers=2, **SMALL) as llm:
+        llm.set_speculative(plan)
+        assert all("rounds_by_plan" in each["control"] for each in llm.stats()["workers"])
+    assert capfd.readouterr().err.count("Measuring what each stage") == 1
 
 
 @pytest.mark.slow
