@@ -310,6 +310,27 @@ def test_an_interrupt_at_any_line_of_an_llms_step_loses_nothing(tiny_path: Path,
                 )
 
 
+def test_an_interrupt_as_an_llms_step_gathers_outputs_loses_none(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(dict[str, RequestOutput]):
+        def values(self) -> Any:
+            raise KeyboardInterrupt
+
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32) as llm:
+        llm.add("one", SamplingParams(temperature=0.0, max_tokens=2), "0")
+        while not llm._finished:
+            llm._advance()
+        monkeypatch.setattr(llm, "_advance", lambda: None)
+        finished = llm._finished
+        llm._finished = Interrupted(finished)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+        assert llm.has_unfinished() and dict(llm._finished) == finished
+        llm._finished = dict(llm._finished)
+        assert [output.request_id for output in llm.step()] == ["0"] and not llm.has_unfinished()
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_interrupted_add_abort_or_stream_of_an_llm_leaves_nothing_in_its_engine(
     tiny_path: Path, n: int
