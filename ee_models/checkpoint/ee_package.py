@@ -10,20 +10,19 @@ A folder of a few MB, beside which the base model is needed once, to make a plai
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .described import FileInfo, sha256
+from .described import FileInfo, read_info, sha256, write_described
 from .exit_files import INFO as EXITS_INFO
 from .exit_files import TENSORS as EXITS_TENSORS
 from .exit_files import BaseModelInfo, ExitsFile, check_base_model
@@ -33,6 +32,7 @@ from .ngram_file import INFO as NGRAMS_INFO
 from .ngram_file import TENSORS as NGRAMS_TENSORS
 
 INFO, TENSORS = "ee.json", "lora.safetensors"
+_REMEDY = "copy the package again"
 # Beside the weights, what makes a folder a model that can be talked to.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_COPIED = ("*.safetensors.index.json", "hispec.json", EXITS_INFO, NGRAMS_INFO, INFO)
@@ -66,19 +66,16 @@ class EEPackage:
         """Raises PackageError, of its exits ExitsError, if a description cannot be read or tensors are
         damaged."""
         self.folder = folder
+        made_by = "`hispec train` wrote with recipe: ee"
+        self.about = read_info(folder / INFO, PackageInfo, "EE package", made_by, _REMEDY, PackageError)
         try:
-            self.about = PackageInfo.model_validate_json((folder / INFO).read_text(encoding="utf-8"))
             checksum = sha256(folder / TENSORS)
-        except (OSError, UnicodeDecodeError) as error:
-            raise PackageError(f"{folder} holds no whole EE package: {error}; copy it again") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise PackageError(f"{folder / INFO}: {where}: {first['msg']}; copy the package again") from error
+        except OSError as error:
+            why = error.strerror or error
+            raise PackageError(f"{folder} holds no whole EE package: {TENSORS}: {why}; {_REMEDY}") from error
         if checksum != self.about.tensors_sha256:
             raise PackageError(
-                f"{folder / TENSORS} is damaged: its checksum is not the one in {INFO}; copy the package"
-                " again"
+                f"{folder / TENSORS} is damaged: its checksum is not the one in {INFO}; {_REMEDY}"
             )
         self.exits = ExitsFile(folder) if (folder / EXITS_INFO).exists() else None
         if self.exits is not None:
@@ -159,20 +156,18 @@ def save_package(
     for name, change in low_rank.items():
         tensors[f"{name}.a"] = change.a.to(torch.bfloat16).contiguous()
         tensors[f"{name}.b"] = change.b.to(torch.bfloat16).contiguous()
-    try:
-        save_file(tensors, folder / TENSORS)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    about = PackageInfo(
-        base_model=BaseModelInfo.of(base_name, base),
-        scale=scale,
-        recipe=recipe,
-        data=data,
-        held_out=held_out,
-        tensors_sha256=sha256(folder / TENSORS),
-    )
-    (folder / INFO).write_text(json.dumps(about.model_dump(), indent=2) + "\n", encoding="utf-8")
-    (folder / TENSORS).chmod((folder / INFO).stat().st_mode)
+
+    def describe(checksum: str) -> PackageInfo:
+        return PackageInfo(
+            base_model=BaseModelInfo.of(base_name, base),
+            scale=scale,
+            recipe=recipe,
+            data=data,
+            held_out=held_out,
+            tensors_sha256=checksum,
+        )
+
+    write_described(folder, TENSORS, INFO, partial(save_file, tensors), describe)
     return EEPackage(folder)
 
 

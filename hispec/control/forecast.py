@@ -111,7 +111,7 @@ class Forecaster:
         for (of_route, of_plan, rows), seen in by_plan.items():
             if (of_route, of_plan) == (route, selected.choice.plan):
                 if not expected:
-                    widths = self.grid.widths_of(self.acceptance.estimates(), route)
+                    widths = self.grid.widths(self.acceptance.estimates()).of(route)
                     one = self.grid.one(route, self.grid.plan(selected.index))
                     expected = selected.extras_ratio * (float(self.grid.tokens(widths, one)[0]) - 1.0)
                 rounds = sum(each.rounds for each in seen)

@@ -203,23 +203,6 @@ class PlanGrid:
         cycles = survival(np.concatenate([estimates.goes_on, np.ones((1, MOST_CHECKS - 1))]))
         return Widths(computed, looked, found, kept, accepted, cycles)
 
-    def widths_of(self, estimates: Estimates, route: int) -> Widths:
-        """Of one route alone."""
-        at = slice(route, route + 1)
-        computed, looked, kept, accepted, cycles = (
-            survival(each[at])
-            for each in (
-                estimates.computed,
-                estimates.looked,
-                estimates.kept,
-                estimates.accepted,
-                estimates.goes_on,
-            )
-        )
-        computed = np.where(np.arange(self.num_drafts + 1) <= self._exit_drafts[route], computed, 0.0)
-        found = estimates.found[at] + self._looks_up[at]
-        return Widths(computed, looked, found, kept, accepted, cycles)
-
     def tokens(self, widths: Widths, sizes: Sizes | None = None) -> Floats:
         """[plans]: tokens that a row is expected to commit in a round: 1 + sum over j of P(j drafts kept);
         with a check, as `_checked_tokens`."""

@@ -137,8 +137,7 @@ class Admission:
         if problem := self.too_long(length):
             yield problem
             return
-        room = max(1, self._room(length, params))
-        total = length + min(params.max_tokens or room, room)
+        total = length + max(1, self.most_tokens(length, params))
         needed = -(-(total - 1) // block_size)
         if needed > num_blocks:
             yield (

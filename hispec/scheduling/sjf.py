@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .policy import Job, Key, Service, Stateless
+from .policy import Job, Key, Stateless
 
 
-class ShortestJobFirst:
-    """Orders by the output length predicted on arrival, without preemption."""
+class ShortestJobFirst(Stateless):
+    """Orders by the output length predicted on arrival, without preemption: all that it keeps of a
+    request."""
 
     preempts = False
     review_rounds = 1
@@ -18,9 +19,6 @@ class ShortestJobFirst:
 
     def add(self, job: Job) -> None:
         self._lengths[job.number] = job.predict(0)
-
-    def served(self, number: int, service: Service) -> None:
-        pass
 
     def remove(self, number: int) -> None:
         self._lengths.pop(number, None)
