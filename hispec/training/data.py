@@ -251,6 +251,8 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
         if source.text is None and isinstance(row, dict) and "messages" in row:
             try:
                 messages = [build(Message, message, "messages").model_dump() for message in row["messages"]]
+                if any(message["content"] is None for message in messages):
+                    raise ConfigError("messages.content: must be text; calls of tools alone are not learnt")
             except (ConfigError, TypeError) as error:
                 bad.add(where, f"messages: {error}")
                 continue

@@ -37,9 +37,9 @@ BAD: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user"}]},
         "messages: messages.content: required, but not given",
     ),
-    "a message with more": (
-        {"messages": [{**USER, "name": "x"}]},
-        "messages: messages.name: unknown setting",
+    "a call of a tool": (
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, USER]},
+        "messages: messages.content: must be text; calls of tools alone",
     ),
     "a message that is text": ({"messages": ["hello"]}, "messages: messages: expected a mapping"),
     "an empty question": ({"messages": [{"role": "user", "content": " "}]}, "the last message is empty"),
