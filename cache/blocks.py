@@ -104,13 +104,6 @@ class BlockPool:
         while blocks:
             self._release(blocks.pop())
 
-    def next_key(self, table: BlockTable, token_ids: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """What the first block of `table` that is not published will be found by; None if `token_ids` end
-        before it does."""
-        start = table.num_published * self.block_size
-        end = start + self.block_size
-        return (table.prefix_id, tuple(token_ids[start:end])) if end <= len(token_ids) else None
-
     def extend(self, table: BlockTable, num_positions: int) -> bool:
         """Makes `table` cover `num_positions`. False, with nothing changed, if blocks do not suffice."""
         num_missing = -(-num_positions // self.block_size) - len(table.blocks)

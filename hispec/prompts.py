@@ -117,6 +117,20 @@ def given_fields(message: Message) -> Message:
     }
 
 
+def without_nulls(value: Any) -> Any:
+    """Arrow gives all mappings of a column the fields of each: those of others are null."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def without_nulls_of_others(message: Any) -> Any:
+    """A message without the fields of others; only its content may be null, as where it calls tools."""
+    if not isinstance(message, dict):
+        return message
+    return without_nulls(message) | {name: None for name in ("content",) if message.get(name, "") is None}
+
+
 def _plain_message(message: Message, at: int) -> Message:
     """Message number `at` of a conversation with its content as one text. Raises RequestError for a role that
     chat templates do not have, and for content that is not text."""

@@ -92,9 +92,6 @@ class SamplingParams(Settings):
         return build(cls, {} if values is None else values, where)
 
 
-NULLABLE = ("seed", "max_tokens", "logprobs")  # fields that may be None
-
-
 def put_over(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams with a request's own put over them. Who asks for fewer tokens than others must
     have at least has not asked for so many."""

@@ -108,7 +108,7 @@ class Engine:
             config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window
         )
         self._counters = PassCounts(), PassCounts()  # of the model, and of a draft model
-        self._plans = PlanCache(config, self.max_model_len, self._counters)
+        self._plans = PlanCache(config, self.max_model_len, self._counters, sharers)
         spec = PlanSpec(Models(decoder, tuple(exits), draft_model, tuple(tables)), speculative, plan, latency)
         check_num_blocks(config, spec.models, sharers)
         with on_device(decoder.device):

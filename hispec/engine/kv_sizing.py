@@ -14,7 +14,7 @@ from ..runner.buckets import prompt_bucket
 from ..runner.plan_runtime import PlanRuntime
 from ..runner.plan_spec import Models
 from ..runner.round_runner import RoundRunner
-from ..utils.memory import free_bytes, free_memory_bytes, peak_bytes
+from ..utils.memory import free_bytes, free_memory_bytes, mb, peak_bytes
 
 
 def default_num_blocks(
@@ -45,7 +45,7 @@ def check_num_blocks(config: EngineConfig, models: Models, sharers: int = 1) -> 
     num_blocks, of_each = config.num_kv_blocks or 0, f" for each of {sharers} workers" if sharers > 1 else ""
     if num_blocks * per_block > free:
         raise ConfigError(
-            f"engine.num_kv_blocks={num_blocks} take {_mb(num_blocks * per_block)}, but {_mb(free)} of memory"
+            f"engine.num_kv_blocks={num_blocks} take {mb(num_blocks * per_block)}, but {mb(free)} of memory"
             f" are free{of_each}; choose at most {free // per_block}, or leave it out"
         )
 
@@ -101,15 +101,11 @@ def num_blocks_beside(
     left = allowed - peak - for_graphs
     if left < bytes_per_block:
         raise ConfigError(
-            f"engine: of {_mb(free)} of free GPU memory,"
-            f" gpu_memory_utilization={config.gpu_memory_utilization} allows {_mb(allowed)}; rounds of"
+            f"engine: of {mb(free)} of free GPU memory,"
+            f" gpu_memory_utilization={config.gpu_memory_utilization} allows {mb(allowed)}; rounds of"
             f" max_num_seqs={config.max_num_seqs} and prefill of"
-            f" max_prefill_tokens={config.prefill_tokens('cuda')} take {_mb(peak)}, graphs {_mb(for_graphs)}"
-            f" (max_graph_bytes), so that not one KV block of {_mb(bytes_per_block)} is left; lower one of"
+            f" max_prefill_tokens={config.prefill_tokens('cuda')} take {mb(peak)}, graphs {mb(for_graphs)}"
+            f" (max_graph_bytes), so that not one KV block of {mb(bytes_per_block)} is left; lower one of"
             " these, or set num_kv_blocks"
         )
     return min(wanted, left // bytes_per_block)
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MB"

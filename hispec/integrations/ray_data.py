@@ -25,6 +25,7 @@ from ..config import SchedulingConfig, SpeculativeConfig
 from ..errors import ConfigError, RequestError, nearest, shown
 from ..llm import LLM
 from ..outputs import RequestOutput
+from ..prompts import without_nulls, without_nulls_of_others
 from ..sampling_params import SamplingParams, put_over, seed_of
 from ..serving.async_engine import AsyncEngine
 
@@ -147,7 +148,7 @@ class Generate:
             sampling = self._sampling_of(row)
             prompt = row[field]
             if field == "messages" and isinstance(prompt, list):
-                prompt = [_message(each) for each in prompt]
+                prompt = [without_nulls_of_others(each) for each in prompt]
             return await self._engine.generate(prompt, sampling, chat=field == "messages")
         except (ConfigError, RequestError) as error:
             return str(error)
@@ -161,7 +162,7 @@ class Generate:
                 raise ConfigError(f"sampling: not valid JSON: {error}") from None
         if own is not None and not isinstance(own, dict):
             raise ConfigError(f"sampling: expected a mapping or its JSON, got {shown(own)}")
-        values = put_over(self._sampling.model_dump(), _without_nulls(own or {}))
+        values = put_over(self._sampling.model_dump(), without_nulls(own or {}))
         if values["seed"] is None and row.get("id") is not None:
             values["seed"] = seed_of(self._seed, row["id"])
         return SamplingParams.of(values, "sampling")
@@ -179,20 +180,6 @@ def _listed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [_listed(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives all mappings of a column the fields of each: those of others are null."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _message(message: Any) -> Any:
-    """A message without the fields of others; only its content may be null, as where it calls tools."""
-    if not isinstance(message, dict):
-        return message
-    return _without_nulls(message) | {name: None for name in ("content",) if message.get(name, "") is None}
 
 
 def _result(outcome: RequestOutput | str) -> dict[str, Any]:

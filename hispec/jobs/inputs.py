@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..errors import ConfigError, cut
-from ..sampling_params import NULLABLE
+from ..prompts import without_nulls_of_others
 from ..utils.files import parse_json
 from .schema import STANDARD, InputConfig, RowField, format_of
 from .uris import fetch, name_of
@@ -264,8 +264,8 @@ def import_arrow(what: str) -> Any:
 
 def take_columns(config: InputConfig, record: Record, values: dict[str, Any]) -> dict[str, Any]:
     """The fields of a row by their own names, those that are null left out; in a table those that are no
-    texts may be JSON, in CSV they are. Of `sampling` a line of JSON keeps what null says something of:
-    max_tokens. Raises ConfigError."""
+    texts may be JSON, in CSV they are. Of `sampling` a line of JSON keeps a null of max_tokens, which says
+    that there is no limit. Raises ConfigError."""
     if config.columns is not None:
         values = {field: values.get(column) for field, column in config.columns.items()}
     values = {name: value for name, value in values.items() if value is not None}
@@ -277,7 +277,8 @@ def take_columns(config: InputConfig, record: Record, values: dict[str, Any]) ->
                 except ValueError as error:
                     raise ConfigError(f"{name}: not valid JSON: {error}") from None
     if isinstance(own := values.get("sampling"), dict):
-        # A table gives every row the fields of all, and other programs write those that they do not use.
-        kept = NULLABLE if isinstance(record.content, bytes) else ()
+        kept = () if isinstance(record.content, dict) else ("max_tokens",)
         values["sampling"] = {name: value for name, value in own.items() if value is not None or name in kept}
+    if isinstance(record.content, dict) and isinstance(messages := values.get("messages"), list):
+        values["messages"] = [without_nulls_of_others(message) for message in messages]
     return values

@@ -30,7 +30,6 @@ _PLAN_PATHS = (
     ("speculative", "check", "path"),
     ("speculative", "goodput", "latency"),
 )
-_PATHS = ("path", "guess_path", "latency", "upload")  # keys of what names files
 _NULL = re.compile(r"~|null|Null|NULL|")
 # What only files for one command have at the top, and that command.
 _COMMANDS = {"input": "run", "data": "train", "systems": "simulate"}
@@ -258,7 +257,8 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
                     f"{where}: {'.'.join(parts[:depth])} is {shown(inner)}, which has no settings inside"
                 )
             place = inner
-        place[parts[-1]] = _parse_path(text, where) if parts[-1] in _PATHS else _parse(text, where)
+        names_a_file = parts[-1] in ("path", "guess_path", "upload") or tuple(parts) in _PLAN_PATHS
+        place[parts[-1]] = _parse_name(text, where) if names_a_file else _parse(text, where)
 
 
 def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
@@ -283,14 +283,11 @@ def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     return values
 
 
-def _parse_path(text: str, where: str) -> Any:
-    """What names a file, files, or none; anything else is a name of which YAML has made something else."""
-    try:
-        value = _parse(text, where)
-    except ConfigError:
-        return text.strip()
-    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return value if value is None or is_list or isinstance(value, str) else text.strip()
+def _parse_name(text: str, where: str) -> Any:
+    """The name of a file: the text as it stands, unless it is quoted, a list, or null."""
+    text = text.strip()
+    is_yaml = text[:1] in ("'", '"') or (text.startswith("[") and text.endswith("]")) or _NULL.fullmatch(text)
+    return _parse(text, where) if is_yaml else text
 
 
 def _parse(text: str, where: str) -> Any:

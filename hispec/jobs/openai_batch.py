@@ -54,7 +54,8 @@ def openai_row(
 ) -> dict[str, Any]:
     """The line of the output file for a row: its `id` holds the row's content hash, and, as other rows may
     have the same, one of its own."""
-    own = hashlib.blake2b(str(row.index if row.id is None else row.id).encode(), digest_size=8).hexdigest()
+    key = row.index if row.id is None else row.id
+    own = hashlib.blake2b(str(key).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     name = f"{row.content_hash}-{own}"
     if isinstance(outcome, RequestOutput):
         kind = "chatcmpl" if row.is_chat else "cmpl"

@@ -22,7 +22,7 @@ from .schema import InputConfig, RunConfig, format_of
 
 _CONTENT = ("prompt", "prompt_token_ids", "messages", "sampling")
 _MAX_MESSAGE_LEN = 1000  # characters: a message quotes what was given, and that may be a whole document
-Prompt = str | list[int] | list[dict[str, str]]
+Prompt = str | list[int] | list[dict[str, Any]]
 
 
 class Message(Settings):
@@ -218,7 +218,8 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
         values = record.content if isinstance(record.content, dict) else _decode(record.content)
         values = take_columns(config, record, values)
         if isinstance(record.content, dict):
-            _check_metadata(values.get("metadata"))
+            for name in ("messages", "metadata"):  # which are repeated in a line
+                _check_json(name, values.get(name))
         if config.format == "openai":
             values = read_openai_line(values)
             if "messages" in values and "max_tokens" not in job.sampling.model_fields_set:
@@ -265,15 +266,15 @@ def _decode(raw: bytes) -> dict[str, Any]:
     return values
 
 
-def _check_metadata(value: Any) -> None:
-    """Raises ConfigError for what a table has and no line of JSON can hold: it is repeated in one."""
+def _check_json(name: str, value: Any) -> None:
+    """Raises ConfigError for what a table has and no line of JSON can hold."""
     try:
         _canonical(value)
     except UnicodeEncodeError:
-        raise ConfigError("metadata: holds half of a surrogate pair, which is no character") from None
+        raise ConfigError(f"{name}: holds half of a surrogate pair, which is no character") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"metadata: must be what JSON can hold, got {shown(value)} ({error}); make it a text"
+            f"{name}: must be what JSON can hold, got {shown(value)} ({error}); make it a text"
         ) from None
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import torch
-
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..utils.memory import free_bytes, free_memory_bytes
+from ..utils.memory import free_bytes, free_memory_bytes, mb
 from .plan_runtime import PlanRuntime, make_plan_runtime
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
@@ -24,8 +22,12 @@ class PlanCache:
 
     runtime: PlanRuntime
 
-    def __init__(self, config: EngineConfig, max_model_len: int, counters: Counters) -> None:
+    def __init__(
+        self, config: EngineConfig, max_model_len: int, counters: Counters, sharers: int = 1
+    ) -> None:
+        """sharers: engines that share a host's memory."""
         self._config, self._max_model_len, self._counters = config, max_model_len, counters
+        self._sharers = sharers
         self._kept: dict[PlanSpec, PlanRuntime] = {}
 
     def make(self, num_blocks: int, spec: PlanSpec) -> PlanRuntime:
@@ -37,8 +39,13 @@ class PlanCache:
         if kv is not None:
             own = replace(spec.models, draft_model=None).kv_bytes_per_block(config.block_size)
             of_draft = spec.models.kv_bytes_per_block(config.block_size) - own
-            missing = own * (kv.num_layers < spec.models.num_kv_layers) + of_draft * (draft_kv is None)
-            _check_room(num_blocks, missing, kv.data.device)
+            replaces = kv.num_layers < spec.models.num_kv_layers
+            missing, device = own * replaces + of_draft * (draft_kv is None), kv.data.device
+            if device.type == "cuda":
+                free = free_bytes(device)
+            else:  # of the new no page is written, and so taken, before the old is given back
+                free = free_memory_bytes() // self._sharers + kv.num_bytes * replaces
+            _check_room(num_blocks, missing, free)
         return make_plan_runtime(spec, sizes, self._counters, kv, draft_kv)
 
     def get(self, num_blocks: int, spec: PlanSpec) -> PlanRuntime:
@@ -78,13 +85,13 @@ class PlanCache:
             runtime.release()
 
 
-def _check_room(num_blocks: int, bytes_per_block: int, device: torch.device) -> None:
+def _check_room(num_blocks: int, bytes_per_block: int, free: int) -> None:
     """Raises ConfigError where there is no memory for what a plan needs of KV besides what there is."""
-    free = free_bytes(device) if device.type == "cuda" else free_memory_bytes()
     if num_blocks * bytes_per_block > free:
+        most = free // bytes_per_block
+        fewer = f", or with engine.num_kv_blocks of at most {most}" if most else ""
         raise ConfigError(
             f"speculative: for engine.num_kv_blocks={num_blocks} this plan needs"
-            f" {num_blocks * bytes_per_block / 1e6:,.0f} MB of KV besides that of the plan in use, and"
-            f" {free / 1e6:,.0f} MB of memory are free; make an LLM with this plan, or with at most"
-            f" {max(1, free // bytes_per_block)} blocks"
+            f" {mb(num_blocks * bytes_per_block)} of KV that the plan in use has not, and"
+            f" {mb(free)} of memory are free; make an LLM with this plan{fewer}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Protocol
 
 from cache.blocks import BlockPool, BlockTable
@@ -24,6 +24,35 @@ class KVOffload(Protocol):
 
     def drop(self, request: Request) -> None:
         """Forgets it. Does nothing for requests of which nothing is saved."""
+
+
+class ComingBlocks:
+    """Whole blocks of prompts that a step computes, and that the prefix cache has after it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        # (what is before a block, its tokens) -> a number for what is before the next. Those of the pool are
+        # not below 0.
+        self._after: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def add(self, request: Request, end: int) -> None:
+        """A step computes the positions of a request up to `end`."""
+        before = request.table.prefix_id
+        for tokens in self._blocks(request, end):
+            before = self._after.setdefault((before, tokens), -1 - len(self._after))
+
+    def num_shared(self, request: Request) -> int:
+        """Positions that a request, with nothing computed beyond what is published of it, will find."""
+        num_blocks, before = 0, request.table.prefix_id
+        for tokens in self._blocks(request, len(request.token_ids) - 1):
+            if (before := self._after.get((before, tokens), 0)) == 0:
+                break
+            num_blocks += 1
+        return num_blocks * self._size
+
+    def _blocks(self, request: Request, end: int) -> Iterator[tuple[int, ...]]:
+        for start in range(request.table.num_published * self._size, end - self._size + 1, self._size):
+            yield tuple(request.token_ids[start : start + self._size])
 
 
 class KVBlocks:
@@ -121,21 +150,21 @@ class KVBlocks:
         """Gives a request whose prompt is being computed what the prefix cache has got of it since it was
         admitted, in place of blocks of its own that hold nothing yet -> positions found."""
         before, table = request.num_computed, request.table
-        if not self._shares(request) or before != table.num_published * self._pool.block_size:
+        if not self.shares(request) or before != table.num_published * self._pool.block_size:
             return 0
         table, num_computed, replaced = self._pool.find_more(table, request.token_ids[:-1])
         request.table, request.num_computed = table, num_computed  # both at once, as in `admit`
         self._pool.give_back(replaced)
         if request.num_output == 0:
             request.num_cached += max(0, num_computed - max(before, request.most_computed))
+            request.most_computed = max(request.most_computed, num_computed)  # and is not counted again
         return num_computed - before
 
-    def next_shared(self, request: Request) -> Hashable | None:
-        """What others can find the next block by that a request computes of its prompt; equal for two whose
-        next blocks are. None where nothing of it is shared."""
-        return self._pool.next_key(request.table, request.token_ids[:-1]) if self._shares(request) else None
+    def coming(self) -> ComingBlocks:
+        """For a step, which computes nothing yet."""
+        return ComingBlocks(self._pool.block_size)
 
-    def _shares(self, request: Request) -> bool:
+    def shares(self, request: Request) -> bool:
         """Whether what is computed of a request gets into the prefix cache."""
         return self._enable_prefix_caching and not request.is_suspect and not request.gaps
 

@@ -50,7 +50,8 @@ class Request:
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_read       output tokens that `text` has taken
     stop_string    completed by the last of them
-    num_cached     prompt positions found in the prefix cache at its first admission
+    num_cached     prompt positions found in the prefix cache at its first admission, or before they would
+                   have been computed
     row            its row of the batch; None while it waits
     num_timed      output tokens whose time was noted
     drafter_failed whether it continues with plain decoding because the drafter failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool, BlockTable
@@ -304,23 +304,24 @@ class Scheduler:
     # ---- rows and blocks ----
 
     def _plan_chunks(self) -> list[Chunk]:
-        """What a step computes of prompts. Of those that begin alike one computes what they share; the others
-        wait, and find it in the prefix cache in the next step."""
+        """What a step computes of prompts. One of which another computes at least half in this step waits,
+        and finds that in the prefix cache in the next: what it lacks is halved each time, so that it never
+        waits for long."""
         chunks, budget, size = list[Chunk](), self.max_prefill_tokens, self._pool.block_size
-        coming = set[Hashable]()  # blocks that are in the prefix cache after the step
+        coming = self.kv.coming()
         for request in self._in_order([request for request in self.running if not request.is_ready]):
             if budget <= 0:
                 break
             self.num_cached_tokens += self.kv.find_more(request)
-            start, published = request.num_computed, request.table.num_published * size
-            end = min(len(request.token_ids) - 1, start + budget)
-            shared = self.kv.next_shared(request)
-            if start == end or (start == published and shared in coming):
+            start, last = request.num_computed, len(request.token_ids) - 1
+            end, shares = min(last, start + budget), self.kv.shares(request)
+            could_wait = shares and start == request.table.num_published * size
+            if start == end or (could_wait and 2 * coming.num_shared(request) >= last - start):
                 continue
             chunks.append(Chunk(request, start, end))
             budget -= end - start
-            if shared is not None and end >= published + size:
-                coming.add(shared)
+            if shares:
+                coming.add(request, end)
         return chunks
 
     def _make_room(self, request: Request, window: int) -> None:

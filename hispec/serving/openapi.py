@@ -108,10 +108,10 @@ _PART = {
 }
 _MESSAGE = {  # what else it has is the chat template's
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
     },
 }
 _COUNT = {"type": "integer", "minimum": 0}

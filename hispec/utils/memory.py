@@ -111,3 +111,7 @@ def keep_loaded() -> None:
     with suppress(OSError, AttributeError, TypeError):  # what loading has freed
         ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()
+
+
+def mb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MB"
