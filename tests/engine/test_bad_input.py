@@ -335,7 +335,7 @@ def test_a_plan_whose_kv_finds_no_room_is_refused_and_the_one_before_stays(
     plan = {"draft": {"kind": "model", "path": str(tiny_path)}, "num_draft_tokens": 2}
     with monkeypatch.context() as patch:
         patch.setattr(plan_cache, "free_memory_bytes", lambda: 10_000)
-        with pytest.raises(ConfigError, match=r"num_kv_blocks=\d+ this plan needs .* MB of KV besides"):
+        with pytest.raises(ConfigError, match=r"num_kv_blocks=\d+ this plan needs .* MB of KV that"):
             llm.set_speculative(plan)
         assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
     llm.set_speculative(plan)

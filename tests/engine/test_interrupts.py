@@ -327,7 +327,17 @@ def test_an_interrupt_as_an_llms_step_gathers_outputs_loses_none(
         with pytest.raises(KeyboardInterrupt):
             llm.step()
         assert llm.has_unfinished() and dict(llm._finished) == finished
-        llm._finished = dict(llm._finished)
+        llm._finished = finished
+
+        def stored_and_interrupted(owner: LLM, name: str, value: Any) -> None:
+            object.__setattr__(owner, name, value)
+            if value == {}:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LLM, "__setattr__", stored_and_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.step()
         assert [output.request_id for output in llm.step()] == ["0"] and not llm.has_unfinished()
 
 

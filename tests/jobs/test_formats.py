@@ -176,6 +176,32 @@ def test_a_row_of_a_table_that_cannot_be_read_fails_alone(tmp_path: Path) -> Non
         FakeLLM.instances.clear()
 
 
+def test_messages_of_parquet_are_those_of_lines(tmp_path: Path) -> None:
+    """Without the fields of others, which Arrow writes as null, and as JSON can hold them."""
+
+    def call(**arguments: str) -> dict[str, Any]:
+        function = {"name": "now", "arguments": arguments}
+        return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+
+    asked = {"role": "user", "content": "hi"}
+    rows = [[asked, call(city="x"), asked], [asked, call(day="3"), asked], [{**asked, "name": "me"}]]
+    lines = write(tmp_path / "in.jsonl", [{"messages": row} for row in rows])
+    pa.parquet.write_table(pa.table({"messages": rows}), tmp_path / "in.parquet")
+    found = []
+    for path in (lines, tmp_path / "in.parquet"):
+        job = job_of(tmp_path, path, f"{path.suffix[1:]}.out.jsonl")
+        run(job)
+        found.append([row["messages"] for row in rows_of(job)])
+        FakeLLM.instances.clear()
+    assert found[0] == found[1] and found[0][2] == [{**asked, "name": "me"}]
+    late = [[{**asked, "at": datetime.datetime(2024, 1, 1)}], [{**asked, "at": None}]]
+    pa.parquet.write_table(pa.table({"messages": late}), tmp_path / "late.parquet")
+    job = job_of(tmp_path, tmp_path / "late.parquet", "late.jsonl")
+    run(job)
+    bad, good = rows_of(job)
+    assert "messages: must be what JSON can hold" in bad["error"]["message"] and good["error"] is None
+
+
 def test_csv_has_texts_of_any_spelling_and_length(tmp_path: Path) -> None:
     words = ["NA", "null", "nan", "N/A", "None", "1e5", "true", "x" * 3_000_000]
     (tmp_path / "in.csv").write_text("id,prompt\n" + "".join(f"{word[:9]},{word}\n" for word in words))

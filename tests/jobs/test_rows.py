@@ -92,6 +92,8 @@ def test_a_message_has_what_its_template_reads_and_null_is_as_if_it_were_not_giv
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "noon", "tool_call_id": "1"},
     ]
+    own = parse({"prompt": "a", "sampling": {"seed": None, "logprobs": None}}, seed=5, logprobs=3)
+    assert isinstance(own, Row) and (own.sampling.seed, own.sampling.logprobs) == (5, 3)
     assert isinstance(parse({"prompt": "a", "sampling": None}), Row)
 
 

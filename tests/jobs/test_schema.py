@@ -173,6 +173,7 @@ def test_overrides_reach_nested_settings_in_order() -> None:
     ("text", "read"),
     [
         *((name, name) for name in ("-", "*.jsonl", "[ab].jsonl", "a.jsonl", "7", "true", "@a", "%b")),
+        *((name, name) for name in ("a # b", "#x")),
         *[("[a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]), ("null", None), ("'null'", "null")],
     ],
 )
@@ -180,6 +181,10 @@ def test_an_override_of_a_path_is_taken_as_it_stands(text: str, read: Any) -> No
     values: dict[str, Any] = {}
     apply_overrides(values, [f"input.path={text}"])
     assert values == {"input": {"path": read}}
+    apply_overrides(values, ["latency={path: a.json}"])  # of a simulation, where it is no path
+    assert values["latency"] == {"path": "a.json"}
+    with pytest.raises(ConfigError, match="scanning an alias"):
+        apply_overrides(values, ["input.path=[*.jsonl, b.jsonl]"])
 
 
 @pytest.mark.parametrize("override", ["model", "=3", "a..b=3", "model.x=3", "model=[1"])
