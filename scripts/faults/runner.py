@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fault import Fault
-from .suites import CONTROL, GATE, RUNS, STATIC, TIERS
+from .suites import ALIKE, CONTROL, GATE, RUNS, STATIC, TIERS
 
 FAULTS = (
     Fault(
@@ -200,5 +200,26 @@ FAULTS = (
         "or params.has_penalties",
         "or False",
         RUNS,
+    ),
+    Fault(
+        "nobody waits for what another computes of its prompt",
+        "hispec/scheduling/scheduler.py",
+        "(could_wait and 2 * coming.num_shared(request) >= last - start)",
+        "(could_wait and False)",
+        ALIKE,
+    ),
+    Fault(
+        "of what was found meanwhile a position too many passes for computed",
+        "cache/blocks.py",
+        "return BlockTable(blocks, end, found[-1][1]), end * self.block_size, table.blocks[begin:end]",
+        "return BlockTable(blocks, end, found[-1][1]), end * self.block_size + 1, table.blocks[begin:end]",
+        ALIKE,
+    ),
+    Fault(
+        "blocks that others take the place of are not given back",
+        "hispec/scheduling/kv_blocks.py",
+        "self._pool.give_back(replaced)",
+        "self._pool.give_back([])",
+        ALIKE,
     ),
 )

@@ -27,3 +27,4 @@ RUNS = ("tests/laws/test_rounds_together.py", "tests/laws/test_plans_together.py
 GUESSES = ("tests/drafters/test_lookup.py", "tests/gpu/test_lookup_triton.py")
 COUNTED = ("tests/training/test_ngrams.py",)
 LEARNT = ("tests/drafters/test_ngram_learner.py",)
+ALIKE = ("tests/scheduling/test_prompts_that_begin_alike.py",)
