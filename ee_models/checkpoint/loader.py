@@ -194,10 +194,11 @@ def _read_generation(folder: Path) -> dict[str, Any]:
 def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling settings of generation_config.json. `do_sample: false` is greedy, whatever else it sets,
     as in transformers."""
-    is_greedy = generation.get("do_sample") is False
-    given = {**generation, "temperature": 0.0} if is_greedy else generation
-    fields = ("temperature", "repetition_penalty") if is_greedy else (*_SAMPLING_FIELDS, "repetition_penalty")
-    defaults = {name: given[name] for name in fields if given.get(name) is not None}
+    given = {name: generation.get(name) for name in _SAMPLING_FIELDS}
+    if generation.get("do_sample") is False:
+        given = {"temperature": 0.0}
+    given["repetition_penalty"] = generation.get("repetition_penalty")
+    defaults = {name: value for name, value in given.items() if value is not None}
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(

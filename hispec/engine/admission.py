@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import RequestError, described, shown
 from ..sampling_params import SamplingParams
@@ -150,6 +152,17 @@ class Admission:
                     f" but there are {num_blocks}; raise num_kv_blocks"
                 )
             )
+
+
+def arrival_problem(arrival_s: Any) -> str | None:
+    """Why a request cannot wait since then; None if it can, or where none is given."""
+    is_number = isinstance(arrival_s, int | float) and not isinstance(arrival_s, bool)
+    if arrival_s is None or (is_number and -math.inf < arrival_s <= time.monotonic()):
+        return None
+    return (
+        f"arrival_s={shown(arrival_s)} must be a time of time.monotonic(), not to come; leave it out where it"
+        " is now"
+    )
 
 
 def _problem_of_pair(admission: Admission, prompt: object, continuation: object) -> str | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
 from ..drafters.ngram_table import NgramTable
-from ..errors import ConfigError, RequestError, build, closed, shown
+from ..errors import ConfigError, RequestError, build, closed
 from ..latency.model import LatencyModel
 from ..outputs import ContinuationScore, Delta
 from ..runner.block_tables import RowTables
@@ -36,7 +34,7 @@ from ..scheduling.make import make_scheduler
 from ..scheduling.request import TextStream
 from ..stats import EngineStats
 from ..utils.devices import on_device
-from .admission import Admission, list_ids
+from .admission import Admission, arrival_problem, list_ids
 from .kv_offload import KVOffloader, cheaper_to_move
 from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
 from .pretrained import MeasureLatency, Pretrained
@@ -305,11 +303,8 @@ class Engine:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
         if self._is_draining:
             problems.append("the engine is draining and takes no more requests")
-        if arrival_s is not None and not _is_past(arrival_s):
-            problems.append(
-                f"arrival_s={shown(arrival_s)} must be a time of time.monotonic(), not to come; leave it out"
-                " where it is now"
-            )
+        if (problem := arrival_problem(arrival_s)) is not None:
+            problems.append(problem)
         admission = self.admission
         try:
             admission.check(request_id, prompt_token_ids, params, text, problems)
@@ -534,9 +529,3 @@ class Engine:
         there is no request."""
         if self._switching_to is not None:
             self._use(self._switching_to)
-
-
-def _is_past(time_s: Any) -> bool:
-    """Whether it is a time of the monotonic clock that has come."""
-    is_number = isinstance(time_s, int | float) and not isinstance(time_s, bool)
-    return is_number and -math.inf < time_s <= time.monotonic()
