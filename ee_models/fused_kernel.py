@@ -13,14 +13,13 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import carray, from_dtype
 
-from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_by, cut_units
+from .attention.numba_pages import CALL, NO_PATH, cut_by, cut_units
 from .kernel_cache import cfunc, njit
 from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_narrow import HAS_TILES
 from .kernels.numba_scan import scan_row
-from .kernels.threads import address_of, count_team, now, pointer, take, wait
-from .kernels.threads import call as call_link
+from .kernels.threads import address_of, call, call_with_two, count_team, now, pointer, take, wait
 from .pass_steps import Kind
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
@@ -50,7 +49,7 @@ class Step(ctypes.Structure):
 class Call(ctypes.Structure):
     """A pass, by the addresses and sizes of what it reads and writes.
 
-    next_units             the next unit of each step's attention, int64
+    attention, attend      the attention of all its layers, and what computes it
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
@@ -64,7 +63,7 @@ class Call(ctypes.Structure):
     _fields_ = [
         *_addresses_and_sizes("next", "team_size", "barrier", "steps", "num_steps", "attention"),
         *_addresses_and_sizes(
-            "next_units", "hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"
+            "attend", "hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"
         ),
         *_addresses_and_sizes("head_dim", "source", "source_rows", "target", "target_rows"),
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots"),
@@ -97,6 +96,7 @@ class Linked(ctypes.Structure):
     """Passes that run one after the other, by address.
 
     calls                 a Call for each that there may be, of which any number is to be run in any order
+    run_pass              what runs one: it is as large as all else that is compiled, so that it is there once
     places, link, data    Places, and what is called with these two: pass_steps.Link
     clock                 of `threads.now`
     counts                [calls, 3] int64: how often each ran, over how many tokens, and nanoseconds
@@ -104,7 +104,7 @@ class Linked(ctypes.Structure):
 
     _fields_ = [
         *_addresses_and_sizes("next", "team_size", "barrier", "calls", "num_calls", "places", "link", "data"),
-        *_addresses_and_sizes("clock", "counts"),
+        *_addresses_and_sizes("run_pass", "clock", "counts"),
     ]
 
 
@@ -191,7 +191,7 @@ def _has_own_tokens(c: Any, bits: int, shares: int) -> bool:
     return not is_by_tiles and c.num_tokens >= _OWN_TOKENS * shares
 
 
-@_kernel
+@_inlined
 def _multiply_own(
     c: Any, bits: int, x: int, inputs: int, terms: int, weight: Any, out: int, outputs: int, count: int
 ) -> None:
@@ -228,7 +228,7 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
 
 
 @_inlined
-def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> None:
+def _attend(c: Any, step: Any, attention: Any, part: Any) -> None:
     """The attention of a layer over its norms, to `delta`; or no more than its keys and values."""
     width, size_q = c.hidden_size, c.num_heads * c.head_dim
     size = size_q + 2 * c.num_kv_heads * c.head_dim
@@ -239,8 +239,10 @@ def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> Non
     _rope_and_store(c, step, keys, values, part[0], part[1])
     if step.kind == Kind.FILL:
         return
+    if part[2] == 0:  # all have left the layer before
+        attention.next, attention.keys, attention.values = 0, keys, values
     wait(c.barrier, part[3])
-    attend_units(attention, next_unit, c.q, keys, values, c.attended)
+    call(c.attend, c.attention)
     if step.bits != 0 or _has_own_tokens(c, step.bits, part[3]):  # it begins with whole tokens, of which
         wait(c.barrier, part[3])  # others have computed heads
     weight = step.output, step.output_size, step.output_bias
@@ -310,9 +312,7 @@ def _prepare_attention(c: Any, attention: Any) -> None:
         starts = carray(pointer(attention.path_starts), c.num_tokens, np.int64)
         for token in range(c.num_tokens):
             starts[token] = NO_PATH
-    next_units = carray(pointer(c.next_units), c.num_steps, np.int64)
-    for i in range(c.num_steps):
-        next_units[i] = 0
+    attention.q, attention.out = c.q, c.attended
 
 
 @_inlined
@@ -338,7 +338,7 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
         else:
             if step.norm != 0:
                 _norm(c, hidden, step.norm, first, last, has_delta)
-                _attend(c, step, attention, c.next_units + 8 * i, part)
+                _attend(c, step, attention, part)
                 has_delta = step.kind == Kind.LAYER
             if step.mlp_norm != 0:
                 _run_mlp(c, step, hidden, has_delta, part)
@@ -349,45 +349,37 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
         _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)
 
 
-@_inlined
-def _run_share(c: Any, share: int, shares: int) -> None:
-    """What one of `shares` threads does of a pass, whose attention is prepared, or is once it has waited."""
-    n = c.num_tokens
-    part = share * n // shares, (share + 1) * n // shares, share, shares
-    steps = carray(pointer(c.steps), c.num_steps, _STEP)
-    _run_steps(c, steps, carray(pointer(c.attention), 1, CALL)[0], part)
-
-
 @cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
-def run_pass(call: Any) -> None:
-    c = carray(call, 1)[0]
-    share, shares = take(address_of(call)), count_team(c.team_size)
+def run_pass(data: Any) -> None:
+    c = carray(data, 1)[0]
+    share, shares, n = take(address_of(data)), count_team(c.team_size), c.num_tokens
+    attention = carray(pointer(c.attention), 1, CALL)[0]
     if share == 0:  # the others do not look at it before they have waited
-        _prepare_attention(c, carray(pointer(c.attention), 1, CALL)[0])
-    _run_share(c, share, shares)
+        _prepare_attention(c, attention)
+    part = share * n // shares, (share + 1) * n // shares, share, shares
+    _run_steps(c, carray(pointer(c.steps), c.num_steps, _STEP), attention, part)
 
 
 @cfunc(types.void(types.CPointer(from_dtype(_LINKED))), cache=True, error_model="numpy")
-def run_linked(linked: Any) -> None:
+def run_linked(data: Any) -> None:
     """Calls the link, then the pass that it has asked for, and so on, until it asks for none."""
-    c = carray(linked, 1)[0]
-    share, shares = take(address_of(linked)), count_team(c.team_size)
+    c = carray(data, 1)[0]
+    share, shares = take(address_of(data)), count_team(c.team_size)
     places, calls = carray(pointer(c.places), 1, PLACES)[0], carray(pointer(c.calls), c.num_calls, _CALL)
     counts = carray(pointer(c.counts), (c.num_calls, 3), np.int64)
     while True:
         began = np.int64(0)
         if share == 0:
-            call_link(c.link, c.places, c.data)
+            call_with_two(c.link, c.places, c.data)
             if places.which >= 0:
                 of_next = calls[places.which]
-                of_next.num_tokens = places.num_tokens
-                _prepare_attention(of_next, carray(pointer(of_next.attention), 1, CALL)[0])
+                of_next.next, of_next.num_tokens = 0, places.num_tokens
             began = now(c.clock)
         wait(c.barrier, shares)
         which = places.which
         if which < 0:
             return
-        _run_share(calls[which], share, shares)
+        call(c.run_pass, c.calls + which * calls.strides[0])
         wait(c.barrier, shares)
         if share == 0:
             counts[which, 0] += 1

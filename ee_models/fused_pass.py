@@ -21,11 +21,11 @@ from cache.view import BatchView
 
 from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
-from .attention.numba_pages import NumbaAttention
+from .attention.numba_pages import NumbaAttention, attend
 from .fused_kernel import Call, Linked, Places, Step, run_linked, run_pass
 from .kernels.cpu import size_of_numbers
 from .kernels.numba_narrow import bytes_per_token, look_ahead
-from .kernels.threads import KernelThreads, find_clock
+from .kernels.threads import KernelThreads, address_of_cfunc, find_clock
 from .linear import Linear
 from .narrow_linear import NarrowLinear
 from .panel_linear import PanelLinear
@@ -119,6 +119,7 @@ class FusedPasses:
             num_positions=len(self._cos_sin),
             eps=self._eps,
             ahead=look_ahead() if bits else 0,
+            attend=address_of_cfunc(attend),
         )
         attention = AttentionCall(
             num_heads=self._num_heads,
@@ -240,13 +241,14 @@ class FusedPasses:
             places=ctypes.addressof(at),
             link=link.function,
             data=ctypes.addressof(link.data),
+            run_pass=address_of_cfunc(run_pass),
             clock=find_clock(),
             counts=counts.ctypes.data,
         )
         if num_threads > 1:
             linked.team_size, linked.barrier = self._threads.team_size, scratch.barrier_address
             for call in calls:
-                call.barrier = scratch.barrier_address
+                call.team_size, call.barrier = self._threads.team_size, scratch.barrier_address
         self._threads.run(run_linked, ctypes.addressof(linked), num_threads)
         self._keep_scratch(scratch)
         return {
@@ -272,9 +274,7 @@ class FusedPasses:
         (num_rows, num_blocks), num_tokens = tables.shape, call.num_tokens
         assert cu_q_lens.shape[0] == num_rows + 1, (cu_q_lens.shape, num_rows)
         call.most_per_unit = self.attention.most_per_unit
-        # The next unit of each layer's attention, path starts, units, none of which is empty.
-        numbers = np.empty(call.num_steps + num_tokens + 3 * num_tokens, np.int64)
-        begin = numbers.ctypes.data
+        numbers = np.empty(4 * num_tokens, np.int64)  # path starts, and units, of which none is empty
         of_attention = AttentionCall.from_buffer_copy(program.attention)
         of_attention.tables, of_attention.num_rows, of_attention.num_blocks = (
             tables.data_ptr(),
@@ -285,7 +285,7 @@ class FusedPasses:
         of_attention.many_units = self.attention.many_units
         of_attention.in_bfloat16 = self.attention.in_bfloat16
         of_attention.kv_size, of_attention.block_size = call.kv_size, kv.block_size
-        of_attention.path_starts = begin + 8 * call.num_steps
+        of_attention.path_starts = numbers.ctypes.data
         of_attention.units = of_attention.path_starts + 8 * num_tokens
         paths = path_starts = None
         if view.paths is None or view.path_starts is None:
@@ -299,7 +299,7 @@ class FusedPasses:
             slots.data_ptr(),
             cu_q_lens.data_ptr(),
         )
-        call.attention, call.next_units = ctypes.addressof(of_attention), begin
+        call.attention = ctypes.addressof(of_attention)
         return positions, slots, tables, cu_q_lens, numbers, of_attention, paths, path_starts
 
     def _take_scratch(self, total: int, like: Tensor) -> _Scratch:

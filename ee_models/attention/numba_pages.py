@@ -161,7 +161,7 @@ def _query_at(i: int, num_per_head: int, group: int, first: int, first_head: int
     return first + of_head // group, kv_head * group + of_head % group
 
 
-@njit(**_OPTIONS)
+@njit(**_OPTIONS | {"cache": False, "inline": "always"})
 def _attend_unit(
     q: Any,
     keys: int,
@@ -330,12 +330,12 @@ class Call(ctypes.Structure):
 CALL = np.dtype(Call)
 
 
-@njit(**_OPTIONS)
-def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: int) -> None:
-    """Computes units of the pass of a Call until none is left, on any number of threads at once; next_unit:
-    the address of the next unit's number. q, keys, values and out are those of one layer, by address."""
+@cfunc(types.void(types.CPointer(from_dtype(CALL))), **_OPTIONS)
+def attend(data: Any) -> None:
+    """Computes units of the pass of a Call until none is left, on any number of threads at once."""
+    c = carray(data, 1)[0]
     shape = (c.num_tokens, c.num_heads, c.head_dim)
-    queries, outputs = carray(pointer(q), shape, np.float32), carray(pointer(out), shape, np.float32)
+    queries, outputs = carray(pointer(c.q), shape, np.float32), carray(pointer(c.out), shape, np.float32)
     tables = carray(pointer(c.tables), (c.num_rows, c.num_blocks), np.int64)
     positions = carray(pointer(c.positions), c.num_tokens, np.int64)
     units = carray(pointer(c.units), (c.num_units, 3), np.int64)
@@ -347,14 +347,14 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
     if in_bfloat16:
         tiles.begin(tiles.TILE)
     while True:
-        taken = take(next_unit)
+        taken = take(address_of(data))
         if taken >= c.num_units * num_parts:
             break
         unit, first_head = units[taken // num_parts], taken % num_parts * heads_per_part
         _attend_unit(
             queries,
-            keys,
-            values,
+            c.keys,
+            c.values,
             c.num_kv_heads,
             c.kv_size,
             tables[unit[0]],
@@ -372,12 +372,6 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
         )
     if in_bfloat16:
         tiles.end()
-
-
-@cfunc(types.void(types.CPointer(from_dtype(CALL))), cache=True, error_model="numpy")
-def _attend(call: Any) -> None:
-    c = carray(call, 1)[0]
-    attend_units(c, address_of(call), c.q, c.keys, c.values, c.out)
 
 
 @njit(**_OPTIONS)
@@ -476,5 +470,5 @@ class NumbaAttention:
         call.next, call.num_heads, call.q, call.out = 0, q.shape[1], q.data_ptr(), out.data_ptr()
         call.keys, call.values = kv.keys(layer).data_ptr(), kv.values(layer).data_ptr()
         is_large = prepared.num_products * q.shape[1] > _PARALLEL_FROM
-        self._threads.run(_attend, ctypes.addressof(call), self._threads.count if is_large else 1)
+        self._threads.run(attend, ctypes.addressof(call), self._threads.count if is_large else 1)
         return out.view(-1, q.shape[1] * q.shape[2])

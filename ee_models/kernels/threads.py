@@ -228,18 +228,23 @@ def _pause(builder: Any) -> None:
     )
 
 
-def _call_intrinsic(_context: Any, function: Any, first: Any, second: Any) -> Any:
-    """Calls the function at an address with two others; it returns nothing."""
+def _generate_call(_: Any, builder: Any, __: Any, args: Any) -> Any:
+    byte = ir.IntType(8).as_pointer()
+    given = [builder.inttoptr(each, byte) for each in args[1:]]
+    signature = ir.FunctionType(ir.VoidType(), [byte] * len(given)).as_pointer()
+    builder.call(builder.inttoptr(args[0], signature), given)
+    return ir.Constant(byte, None)  # numba's None
 
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [byte, byte]).as_pointer()
-        builder.call(
-            builder.inttoptr(args[0], signature), [builder.inttoptr(each, byte) for each in args[1:]]
-        )
-        return ir.Constant(byte, None)  # numba's None
 
-    return types.none(types.intp, types.intp, types.intp), generate
+def _call_intrinsic(_context: Any, function: Any, data: Any) -> Any:
+    """Calls the function at an address with another; it returns nothing. What is called so is compiled once,
+    and not within each that calls it."""
+    return types.none(types.intp, types.intp), _generate_call
+
+
+def _call_with_two_intrinsic(_context: Any, function: Any, first: Any, second: Any) -> Any:
+    """As `call`, with two."""
+    return types.none(types.intp, types.intp, types.intp), _generate_call
 
 
 def _now_intrinsic(_context: Any, clock: Any) -> Any:
@@ -279,4 +284,5 @@ address_of: Any = intrinsic(_address_of_intrinsic)
 take: Any = intrinsic(_take_intrinsic)
 pointer: Any = intrinsic(_pointer_intrinsic)
 call: Any = intrinsic(_call_intrinsic)
+call_with_two: Any = intrinsic(_call_with_two_intrinsic)
 now: Any = intrinsic(_now_intrinsic)

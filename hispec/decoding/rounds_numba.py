@@ -18,7 +18,7 @@ from numba.np.numpy_support import carray, from_dtype
 
 from ee_models.fused_kernel import PLACES
 from ee_models.kernel_cache import cfunc, njit
-from ee_models.kernels.threads import call, pointer
+from ee_models.kernels.threads import call_with_two, pointer
 
 from .accept_numba import _accept
 from .addresses_numba import _locate
@@ -165,7 +165,7 @@ def _ask(r: Any, function: int, first: int, most: int, counts: int) -> None:
     asked.num_rows, asked.window, asked.tokens = r.num_rows, r.window, r.tokens
     asked.first, asked.most = rows[first].ctypes.data, rows[most].ctypes.data
     asked.counts = rows[counts].ctypes.data
-    call(function, r.lookups, r.index)
+    call_with_two(function, r.lookups, r.index)
 
 
 @_kernel

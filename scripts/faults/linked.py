@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "linked: units of attention are those of the largest pass",
         "ee_models/fused_kernel.py",
-        "of_next.num_tokens = places.num_tokens",
-        "pass",
+        "of_next.next, of_next.num_tokens = 0, places.num_tokens",
+        "of_next.next = 0",
         RUNS,
     ),
     Fault(

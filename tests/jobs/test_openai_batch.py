@@ -74,7 +74,8 @@ def test_equal_requests_have_ids_of_their_own_and_a_job_goes_on_from_either_form
     for written in (first, first.replace(name, name[: name.rindex(b"-")])):  # as earlier versions wrote it
         job.output.path.write_bytes(written)
         assert run(job).resumed == 1
-    half = openai_rows(tmp_path, [request("\ud800", CHAT), request("b", CHAT)], output={"path": "half.jsonl"})
+    lines = [request("\ud800", CHAT), request("b", CHAT)]
+    half = openai_rows(tmp_path, lines, output={"path": str(tmp_path / "half.jsonl")})
     assert [row["response"]["status_code"] for row in half] == [400, 200]
 
 
