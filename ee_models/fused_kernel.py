@@ -1,4 +1,4 @@
-"""The compiled half of `fused_pass`: what a pass is told, by address, and the way through its steps.
+"""The compiled half of `fused_pass`: the way through a pass's steps.
 
 Threads share a product by panels, or by tokens where each has many; attention by units; what is between by
 tokens, each its own. They wait for each other wherever one reads what another has written.
@@ -6,14 +6,14 @@ tokens, each its own. They wait for each other wherever one reads what another h
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 from numba import types
 from numba.np.numpy_support import carray, from_dtype
 
-from .attention.numba_pages import CALL, NO_PATH, cut_by, cut_units
+from .attention.numba_pages import CALL as ATTENTION
+from .attention.numba_pages import NO_PATH, cut_by, cut_units
 from .kernel_cache import cfunc, njit
 from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
@@ -21,101 +21,12 @@ from .kernels.numba_narrow import HAS_TILES
 from .kernels.numba_scan import scan_row
 from .kernels.threads import address_of, call, call_with_two, count_team, now, pointer, take, wait
 from .pass_steps import Kind
+from .pass_structures import CALL, IN_ORDER, LINKED, PLACES, STEP
 
-LINEARS = ("qkv", "output", "gate_up", "down", "head")
 # So many tokens of its own are worth that a thread reads all of a weight: it reads less from the caches of
 # other cores. So many at a time go through an MLP. Measured on two cores without matrix tiles, which take so
 # little time that memory is the limit.
 _OWN_TOKENS = 64
-
-
-def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_int64) for name in names]
-
-
-class Step(ctypes.Structure):
-    """A step of a pass and its weights, by address; 0 = it has none such. `norm`: the one before attention,
-    or before the head; `num_inputs`: of `down`; `num_outputs`, `vocabulary`: of `head`; `.._size`: bytes of
-    a weight of a product in float32; `bits`: of weights in narrow numbers (`numba_narrow`), 0 = float32."""
-
-    _fields_ = [
-        *_addresses_and_sizes("kind", "bits", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
-        *_addresses_and_sizes("num_inputs", "num_outputs", "vocabulary"),
-        *_addresses_and_sizes(*LINEARS, *(f"{name}_bias" for name in LINEARS)),
-        *_addresses_and_sizes(*(f"{name}_size" for name in LINEARS)),
-    ]
-
-
-class Call(ctypes.Structure):
-    """A pass, by the addresses and sizes of what it reads and writes.
-
-    attention, attend      the attention of all its layers, and what computes it
-    source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
-                           in `hidden`
-    target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
-    terms, ahead           of what a product in narrow numbers reads, 0 = there is none; bytes of weights that
-                           it asks for before they are read
-    best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
-    cu_q_lens, most_per_unit   what attention's units are cut by
-    is_chain               whether its tokens have no paths; then path_starts are written here
-    """
-
-    _fields_ = [
-        *_addresses_and_sizes("next", "team_size", "barrier", "steps", "num_steps", "attention"),
-        *_addresses_and_sizes(
-            "attend", "hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"
-        ),
-        *_addresses_and_sizes("head_dim", "source", "source_rows", "target", "target_rows"),
-        *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots"),
-        *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer", "kv_size"),
-        *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
-        *_addresses_and_sizes("terms", "ahead", "logits", "best", "sums"),
-        *_addresses_and_sizes("cu_q_lens", "most_per_unit", "is_chain"),
-        ("eps", ctypes.c_double),
-    ]
-
-
-class Places(ctypes.Structure):
-    """What a link reads, and says, between two linked passes.
-
-    which        the pass that has run, -1 before the first; to be set to the one that runs next, -1 = none
-    num_tokens   of either
-    token_ids, hidden_rows, positions, slots, cu_q_lens   arrays of TokenPlaces, by address: those of the pass
-                 that has run, to be set to those of the next
-    best, sums, logits   what the pass that has run tells, of those that it tells: [tokens] int64, [tokens],
-                 [tokens, n]
-    """
-
-    _fields_ = [
-        *_addresses_and_sizes("which", "num_tokens", "token_ids", "hidden_rows", "positions", "slots"),
-        *_addresses_and_sizes("cu_q_lens", "best", "sums", "logits"),
-    ]
-
-
-class Linked(ctypes.Structure):
-    """Passes that run one after the other, by address.
-
-    calls                 a Call for each that there may be, of which any number is to be run in any order
-    run_pass              what runs one: it is as large as all else that is compiled, so that it is there once
-    places, link, data    Places, and what is called with these two: pass_steps.Link
-    clock                 of `threads.now`
-    counts                [calls, 3] int64: how often each ran, over how many tokens, and nanoseconds
-    """
-
-    _fields_ = [
-        *_addresses_and_sizes("next", "team_size", "barrier", "calls", "num_calls", "places", "link", "data"),
-        *_addresses_and_sizes("run_pass", "clock", "counts"),
-    ]
-
-
-class InOrder(ctypes.Structure):
-    """What `in_order` is told: how many passes, over how many tokens."""
-
-    _fields_ = _addresses_and_sizes("num_passes", "num_tokens")
-
-
-_STEP, _CALL = np.dtype(Step), np.dtype(Call)
-PLACES, _LINKED = np.dtype(Places), np.dtype(Linked)
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
 # Compiled within its callers alone: LLVM optimises what a kernel calls once more in each that calls it.
 _inlined = njit(error_model="numpy", nogil=True, inline="always")
@@ -349,23 +260,23 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
         _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
+@cfunc(types.void(types.CPointer(from_dtype(CALL))), cache=True, error_model="numpy")
 def run_pass(data: Any) -> None:
     c = carray(data, 1)[0]
     share, shares, n = take(address_of(data)), count_team(c.team_size), c.num_tokens
-    attention = carray(pointer(c.attention), 1, CALL)[0]
+    attention = carray(pointer(c.attention), 1, ATTENTION)[0]
     if share == 0:  # the others do not look at it before they have waited
         _prepare_attention(c, attention)
     part = share * n // shares, (share + 1) * n // shares, share, shares
-    _run_steps(c, carray(pointer(c.steps), c.num_steps, _STEP), attention, part)
+    _run_steps(c, carray(pointer(c.steps), c.num_steps, STEP), attention, part)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(_LINKED))), cache=True, error_model="numpy")
+@cfunc(types.void(types.CPointer(from_dtype(LINKED))), cache=True, error_model="numpy")
 def run_linked(data: Any) -> None:
     """Calls the link, then the pass that it has asked for, and so on, until it asks for none."""
     c = carray(data, 1)[0]
     share, shares = take(address_of(data)), count_team(c.team_size)
-    places, calls = carray(pointer(c.places), 1, PLACES)[0], carray(pointer(c.calls), c.num_calls, _CALL)
+    places, calls = carray(pointer(c.places), 1, PLACES)[0], carray(pointer(c.calls), c.num_calls, CALL)
     counts = carray(pointer(c.counts), (c.num_calls, 3), np.int64)
     while True:
         began = np.int64(0)
@@ -388,7 +299,7 @@ def run_linked(data: Any) -> None:
 
 
 @cfunc(
-    types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(np.dtype(InOrder)))),
+    types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(IN_ORDER))),
     cache=True,
     error_model="numpy",
 )

@@ -22,7 +22,7 @@ from cache.view import BatchView
 from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention, attend
-from .fused_kernel import Call, Linked, Places, Step, run_linked, run_pass
+from .fused_kernel import run_linked, run_pass
 from .kernels.cpu import size_of_numbers
 from .kernels.numba_narrow import bytes_per_token, look_ahead
 from .kernels.threads import KernelThreads, address_of_cfunc, find_clock
@@ -30,6 +30,7 @@ from .linear import Linear
 from .narrow_linear import NarrowLinear
 from .panel_linear import PanelLinear
 from .pass_steps import Kind, Link, LinkedCounts, LinkedPass, Output, PassStep, Rows, TokenPlaces
+from .pass_structures import Call, Linked, Places, Step
 
 if TYPE_CHECKING:
     from .decoder import LayerWeights

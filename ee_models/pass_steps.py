@@ -64,7 +64,7 @@ class LinkedPass:
 @dataclass(frozen=True)
 class Link:
     """What is called between two linked passes, compiled: the function at an address, with those of places
-    and of data. places: a `fused_kernel.Places`, which tells what the pass before has chosen, and is told
+    and of data. places: a `pass_structures.Places`, which tells what the pass before has chosen, and is told
     which is next."""
 
     function: int

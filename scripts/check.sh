@@ -13,10 +13,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy & # beside the tests: alone it would use one core
+# Types are checked beside the tests: alone that would use one core. Kernels are compiled first, once, those that take
+# longest on two cores: pytest's processes would each do it.
+("$python" -c 'import hispec.drafters.lookup_numba'; exec "$python" -m mypy) &
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
-"$python" -c 'import ee_models.fused_kernel' # compiles what takes longest, once: pytest's processes would each do it
+"$python" -c 'import ee_models.fused_kernel'
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow"
 fi

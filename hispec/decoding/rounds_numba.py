@@ -16,9 +16,9 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import carray, from_dtype
 
-from ee_models.fused_kernel import PLACES
 from ee_models.kernel_cache import cfunc, njit
 from ee_models.kernels.threads import call_with_two, pointer
+from ee_models.pass_structures import PLACES
 
 from .accept_numba import _accept
 from .addresses_numba import _locate
@@ -141,6 +141,13 @@ def _notes(r: Any) -> Any:
 
 
 @_kernel
+def _copy(source: Any, target: Any) -> None:
+    """To assign an array, numba compiles what an error says of two shapes: a sixth of all that is here."""
+    for i in range(target.shape[0]):
+        target[i] = source[i]
+
+
+@_kernel
 def _place(p: Any, r: Any, stage: int, first: Any, first_node: int, num_nodes: int, live: Any) -> None:
     """The next pass is over nodes first_node to first_node + num_nodes - 1 of each row, as far as they are
     live, after column first."""
@@ -178,7 +185,7 @@ def _begin_cycle(p: Any, r: Any) -> None:
             rows[Row.LIMIT], rows[Row.FIRST], rows[Row.MOST_DRAFTS], r.num_drafts + 1, 1, rows[Row.COUNT]
         )
         _ask(r, r.propose, Row.FIRST, Row.COUNT, Row.FOUND)
-    rows[Row.PROPOSED, :] = rows[Row.FOUND]
+    _copy(rows[Row.FOUND], rows[Row.PROPOSED])
     if r.num_computed == 0:
         _take(p, r)
         return
@@ -250,7 +257,8 @@ def _take(p: Any, r: Any) -> None:
         r.vocab_size - 1,
         out,
     )
-    rows[Row.COUNT, :], rows[Row.LIVE, :] = out[0], out[1]
+    _copy(out[0], rows[Row.COUNT])
+    _copy(out[1], rows[Row.LIVE])
     has_drafts = False
     for row in range(r.num_rows):
         has_drafts |= out[0, row] > 0
@@ -267,7 +275,8 @@ def _judge(p: Any, r: Any, first: Any, counts: Any, unsure: Any) -> None:
     best = carray(pointer(p.best), p.num_tokens, np.int64)
     cu_q_lens = carray(pointer(p.cu_q_lens), r.num_rows + 1, np.int64)
     _accept(best, cu_q_lens, _tokens(r), first, counts, unsure, out)
-    rows[Row.ACCEPTED, :], rows[Row.OWN, :] = out[0], out[1]
+    _copy(out[0], rows[Row.ACCEPTED])
+    _copy(out[1], rows[Row.OWN])
 
 
 @_kernel
@@ -305,7 +314,8 @@ def _check(p: Any, r: Any) -> None:
     if r.cycle < r.num_checks and has_room:
         _begin_cycle(p, r)
         return
-    rows[Row.COUNT, :], rows[Row.LIVE, :] = rows[Row.FIRST], rows[Row.FIRST]
+    _copy(rows[Row.FIRST], rows[Row.COUNT])
+    _copy(rows[Row.FIRST], rows[Row.LIVE])
     _place(p, r, Stage.VERIFY, rows[Row.NOTHING], 0, r.window, rows[Row.LIVE])
 
 
@@ -327,7 +337,7 @@ def _verify(p: Any, r: Any) -> None:
     if _commit(r, counts, evidence) or r.num_done == r.most_rounds:
         p.which = Stage.BEGIN
         return
-    rows[Row.COUNT, :] = counts
+    _copy(counts, rows[Row.COUNT])
     if r.propose != 0:
         _ask(r, r.extend, Row.NOTHING, Row.NOTHING, Row.COUNT)
     for row in range(r.num_rows):

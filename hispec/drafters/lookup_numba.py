@@ -261,7 +261,8 @@ def _append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
     text, tables = texts.tokens[row], texts.tables[row]
     max_size = min_size + tables.shape[0] - 1
     start, stop = texts.lengths[row], texts.lengths[row] + token_ids.shape[0]
-    text[start:stop] = token_ids
+    for place in range(token_ids.shape[0]):
+        text[start + place] = token_ids[place]
     texts.lengths[row] = stop
     for end in range(max(start - 1, 0), stop - 1):
         if text[end + 1] == SEPARATOR:
@@ -368,8 +369,10 @@ def _propose(
         row, tail, count = rows[i], tail_lens[i], 0
         text, length = texts.tokens[row], texts.lengths[row]
         num_own = min(length, deep)
-        near[:num_own] = text[length - num_own : length]
-        near[num_own : num_own + tail] = tokens[i, 1 : tail + 1]
+        for place in range(num_own):  # not as arrays: see rounds_numba._copy
+            near[place] = text[length - num_own + place]
+        for place in range(tail):
+            near[num_own + place] = tokens[i, 1 + place]
         source, position = (
             (-1, np.int64(0))
             if most[i] == 0

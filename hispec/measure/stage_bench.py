@@ -275,8 +275,9 @@ class Rig:
         if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
             return None
         # Here, since a machine with a GPU need not have numba.
-        from ee_models.fused_kernel import InOrder, in_order
+        from ee_models.fused_kernel import in_order
         from ee_models.kernels.threads import address_of_cfunc, find_clock
+        from ee_models.pass_structures import InOrder
 
         if not find_clock():
             return None
