@@ -5,12 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 import ee_models
 from ee_models.checkpoint.ee_package import INFO as PACKAGE_INFO
@@ -23,7 +19,7 @@ from ee_models.checkpoint.ngram_file import INFO as NGRAMS_INFO
 from ee_models.checkpoint.ngram_file import TENSORS as NGRAMS_TENSORS
 
 from ..utils.files import cache_dir
-from .cache_folders import publish, remove_stale, stale_folders, temp_prefix
+from .cache_folders import make_once
 
 PRETRAINED = Path(ee_models.__file__).parent / "pretrained"  # exits and packages that come with HiSpec
 _EXITS, _NGRAMS = (EXITS_INFO, EXITS_TENSORS), (NGRAMS_INFO, NGRAMS_TENSORS)
@@ -54,36 +50,30 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
     described = [*sorted(folder.glob("*.json")), *borrowed[:1]]
     content = b"".join(file.read_bytes() for file in described)
     made = cache_dir() / "models" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:12]}"
-    lock = FileLock(made.with_name(f".{made.name}.lock"))
-    if not force and _is_whole(made, carried):
-        if stale_folders(made):
-            # A killed run that replaced it leaves its own; a busy or read-only cache keeps it for now.
-            with suppress(Timeout, OSError), lock.acquire(timeout=0):
-                remove_stale(made)
-        return made
-    name = package.about.base_model.name
+
+    def begin() -> Callable[[Path], Path]:
+        name = package.about.base_model.name
+        try:
+            base = open_checkpoint(resolve(name))
+        except CheckpointError as error:
+            raise PackageError(
+                f"{folder} is what changed of {name}, which is not to be had here: {error}; where that is a"
+                f" folder's name, write where it is now into {PACKAGE_INFO}, base_model.name"
+            ) from error
+
+        def make(work: Path) -> Path:
+            print(f"{folder.name}: making a checkpoint of it and {base.path}, once", file=sys.stderr)
+            draft = work / "model"
+            draft.mkdir()
+            package.make_checkpoint(base, draft)
+            for file in borrowed:
+                shutil.copyfile(file, draft / file.name)
+            return draft
+
+        return make
+
     try:
-        base = open_checkpoint(resolve(name))
-    except CheckpointError as error:
-        raise PackageError(
-            f"{folder} is what changed of {name}, which is not to be had here: {error}; where that is a"
-            f" folder's name, write where it is now into {PACKAGE_INFO}, base_model.name"
-        ) from error
-    try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with lock:
-            remove_stale(made)
-            if force or not _is_whole(made, carried):  # or another process was faster
-                print(f"{folder.name}: making a checkpoint of it and {base.path}, once", file=sys.stderr)
-                with tempfile.TemporaryDirectory(
-                    prefix=temp_prefix(made), dir=made.parent, ignore_cleanup_errors=True
-                ) as work:
-                    draft = Path(work) / "model"
-                    draft.mkdir()
-                    package.make_checkpoint(base, draft)
-                    for file in borrowed:
-                        shutil.copyfile(file, draft / file.name)
-                    publish(draft, made, Path(work))
+        make_once(made, lambda: _is_whole(made, carried), begin, force=force)
     except OSError as error:
         free = shutil.disk_usage(cache_dir()).free if cache_dir().exists() else 0
         raise PackageError(

