@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_RESAMPLES = 2000
+_RESAMPLES, _TAILS = 2000, (0.025, 0.975)
 # Student's t of a two-sided 95 % interval, by degrees of freedom from 1 on. Beyond, the first terms of its
 # series in their inverse, which begins with the normal distribution's [Abramowitz and Stegun 26.7.5].
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -35,27 +35,30 @@ def mean_ratio(tasks: Sequence[Paired]) -> float:
     )
 
 
-def ratio_interval(
-    tasks: Sequence[Paired], *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of `mean_ratio`.
+def ratio_interval(tasks: Sequence[Paired], *, seed: int = 0) -> tuple[float, float] | None:
+    """Bootstrap interval of `mean_ratio`, 95 %.
 
     Prompts are drawn with replacement within each task, the two ways of decoding together, so that what a
-    prompt's length or the machine's drift does to both cancels out. None where some task has a single prompt:
-    it would not vary.
+    prompt's length or the machine's drift does to both cancels out. Drawn so, n of them vary less than n new
+    ones, by (n - 1) / n, and how much a few vary is not known well: percentiles alone would hold the mean of
+    seven tasks of two prompts in 78 % of cases. So deviations are widened by both, the latter by Student's t,
+    as if all tasks varied alike. None where some task has a single prompt: it would not vary.
     """
     if not tasks or any(len(task.tokens) < 2 for task in tasks):
         return None
-    random = np.random.default_rng(seed)
-    means = np.zeros(_RESAMPLES)
+    random, deviations = np.random.default_rng(seed), np.zeros(_RESAMPLES)
     for task in tasks:
-        drawn = random.integers(0, len(task.tokens), size=(_RESAMPLES, len(task.tokens)))
-        speed = np.asarray(task.tokens)[drawn].sum(1) / np.asarray(task.seconds)[drawn].sum(1)
-        plain_speed = np.asarray(task.plain_tokens)[drawn].sum(1) / np.asarray(task.plain_seconds)[drawn].sum(
-            1
+        num = len(task.tokens)
+        drawn = random.integers(0, num, size=(_RESAMPLES, num))
+        tokens, seconds, plain_tokens, plain_seconds = (
+            np.asarray(values)[drawn].sum(1)
+            for values in (task.tokens, task.seconds, task.plain_tokens, task.plain_seconds)
         )
-        means += speed / plain_speed / len(tasks)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+        deviations += (tokens / seconds / (plain_tokens / plain_seconds) - mean_ratio([task])) * math.sqrt(
+            num / (num - 1)
+        )
+    widened = students_t(sum(len(task.tokens) - 1 for task in tasks)) / _T_BEYOND[0]
+    low, high = mean_ratio(tasks) + np.quantile(deviations / len(tasks), _TAILS) * widened
     return float(low), float(high)
 
 
