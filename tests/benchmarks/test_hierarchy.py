@@ -181,9 +181,15 @@ def test_plans_are_measured_batch_by_batch_beside_what_is_predicted(
 
 def test_intervals_by_hand() -> None:
     """Of two prompts, one twice as fast and one as fast as the base: a quarter of draws each has one of them
-    alone."""
+    alone. By two no variance is known: Student's t of one degree of freedom, over the normal distribution's,
+    and the root of 2 / (2 - 1)."""
     ours, base = Totals([10, 10], [5, 10]), Totals([10, 10], [10, 10])
-    assert compared(ours, base, ["a", "a"]) == {"ratio": pytest.approx(4 / 3), "interval": [1.0, 2.0]}
+    widened = 2**0.5 * 12.71 / 1.95996
+    ends = [4 / 3 - 1 / 3 * widened, 4 / 3 + 2 / 3 * widened]
+    assert compared(ours, base, ["a", "a"]) == {
+        "ratio": pytest.approx(4 / 3),
+        "interval": pytest.approx(ends),
+    }
     twice = compared(Totals([10, 30, 7], [5, 15, 2]), Totals([10, 30, 7], [10, 30, 4]), ["a", "a", "a"])
     assert twice == {"ratio": 2.0, "interval": [2.0, 2.0]}
     tasks = compared(Totals([8, 8], [4, 2]), Totals([8, 8], [8, 8]), ["a", "b"])

@@ -128,7 +128,9 @@ def test_accuracy_is_of_all_questions_and_the_difference_of_pairs() -> None:
     assert model["ended"] == pytest.approx(2 / 3)
     assert model["mean_tokens"] == pytest.approx((9 + 2 + 3) / 3)
     assert figures["difference"]["value"] == pytest.approx(1 / 3)
-    assert figures["difference"]["interval"] == (0.0, 1.0), "the pairs say 1, 0, 0"
+    widened = (3 / 2) ** 0.5 * 4.30 / 1.95996  # of three
+    ends = 1 / 3 - 1 / 3 * widened, 1 / 3 + 2 / 3 * widened
+    assert figures["difference"]["interval"] == pytest.approx(ends), "the pairs say 1, 0, 0"
     assert [[each["is_right"] for each in row["answers"]] for row in figures["rows"]] == [
         [True, False],
         [True, True],
@@ -147,8 +149,9 @@ def test_means_weigh_tokens_in_a_task_and_tasks_alike() -> None:
     assert mean_of(totals, counts)["value"] == pytest.approx(15 / 6)
     of_tasks = mean_of(totals, counts, tasks)
     assert of_tasks["value"] == pytest.approx((9 / 4 + 3) / 2)
-    low, high = of_tasks["interval"]
-    assert (low, high) == pytest.approx(((1 + 3) / 2, (8 / 3 + 3) / 2)), "b does not vary, a from 1 to 8/3"
+    widened = 2**0.5 * 4.30 / 1.95996  # of two tasks of two
+    ends = ((9 / 4 + end * widened + 3) / 2 for end in (1 - 9 / 4, 8 / 3 - 9 / 4))
+    assert of_tasks["interval"] == pytest.approx(tuple(ends)), "b does not vary, a from 1 to 8/3"
     assert mean_of(totals, counts, ["a", "b", "b", "b"])["interval"] is None
 
 
