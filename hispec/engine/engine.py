@@ -21,6 +21,7 @@ from ..decoding.stages import DecoderLike, PassCounts
 from ..drafters.ngram_table import NgramTable
 from ..errors import ConfigError, RequestError, build, closed
 from ..latency.model import LatencyModel
+from ..latency.moving import cheaper_to_move
 from ..outputs import ContinuationScore, Delta
 from ..runner.block_tables import RowTables
 from ..runner.cuda_graphs import GraphDevice
@@ -35,7 +36,7 @@ from ..scheduling.request import TextStream
 from ..stats import EngineStats
 from ..utils.devices import on_device
 from .admission import Admission, arrival_problem, list_ids
-from .kv_offload import KVOffloader, cheaper_to_move
+from .kv_offload import KVOffloader
 from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
 from .pretrained import MeasureLatency, Pretrained
 from .recorder import Recorder

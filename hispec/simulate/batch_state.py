@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..latency.model import LatencyModel
+from ..latency.moving import cheaper_to_move
 from ..scheduling.policy import FirstComeFirstServed, Key, Policy, Service
 from .config import EngineSettings
 from .distributions import Floats, Ints
@@ -79,10 +81,11 @@ class BatchState:
         self.waiting, self.num_running = list[int](), 0
         self.rows = np.zeros(engine.max_num_seqs, ROW)
         self.plan = RoundPlan(-1, 0, 1)
-        self.new: list[int] = []  # requests that arrived since the last review
+        self.new: set[int] = set()  # requests that arrived since the last review
         self.rounds_since_review = 0
         self.now_s = self.stall_s = 0.0  # time; seconds of moving KV before the next step
         self._blocks_needed: Callable[..., int] = blocks_needed
+        self._is_cheaper_to_move = cheaper_to_move(setup.latency, engine.max_prefill_tokens)
         self._is_told = not isinstance(policy, FirstComeFirstServed)  # of service, which FCFS ignores
         self._num_blocks = (
             math.inf if engine.num_kv_tokens is None else engine.num_kv_tokens // engine.block_size
@@ -95,7 +98,8 @@ class BatchState:
     def add(self, request: int) -> None:
         self._without_row[request] = new_row(self.setup.workload, request)
         self.waiting.append(request)
-        self.new.append(request)
+        if self.policy.preempts:
+            self.new.add(request)
 
     def schedule(self) -> None:
         """Decides which requests have a row in the next step."""
@@ -137,23 +141,25 @@ class BatchState:
         )
 
     def _review(self) -> None:
-        """As Scheduler._review."""
+        """As Scheduler._review: between regular reviews only new requests may displace others, and nobody
+        passes a request that may not."""
         is_regular = self.rounds_since_review >= self.policy.review_rounds
         if is_regular:
             self.rounds_since_review = 0
-        may_displace, self.new = self.waiting if is_regular else self.new, []
-        lengths = self.rows["length"][: self.num_running].tolist()
-        held = {request: self._blocks_for(lengths[row] - 1) for request, row in self._row_of.items()}
-        rest = sorted((self._key(request), request) for request in held)
-        num_rows = self.setup.engine.max_num_seqs - self.num_running
-        num_blocks = self._num_blocks - sum(held.values())
-        for key, request in sorted((self._key(request), request) for request in may_displace):
-            num_blocks, num_rows = num_blocks - self._end_blocks(request), num_rows - 1
+        new, self.new = self.new, set()
+        ends = {request: self._end_blocks(self.rows[row]) for request, row in self._row_of.items()}
+        rest = sorted((self._key(request), request) for request in ends)
+        most_rows = self.setup.engine.max_num_seqs
+        num_rows, num_blocks = most_rows - self.num_running, self._num_blocks - sum(ends.values())
+        waiting = ((self._key(request), request) for request in self.waiting)
+        for key, request in heapq.nsmallest(most_rows, waiting):
+            num_rows -= 1
+            num_blocks -= self._end_blocks(self._without_row[request])
             victims = []
             while min(num_rows, num_blocks) < 0 and rest and self.policy.displaces(key, rest[-1][0]):
                 victims.append(rest.pop()[1])
-                num_rows, num_blocks = num_rows + 1, num_blocks + held[victims[-1]]
-            if min(num_rows, num_blocks) < 0:
+                num_rows, num_blocks = num_rows + 1, num_blocks + ends[victims[-1]]
+            if min(num_rows, num_blocks) < 0 or (victims and not is_regular and request not in new):
                 return
             for victim in victims:
                 self._pause(victim)
@@ -167,12 +173,12 @@ class BatchState:
             if self._num_blocks < math.inf:
                 rows = self.rows[: self.num_running]
                 needed = self._blocks_needed(rows, self.plan, self.setup.engine.block_size)
-                needed += self._end_blocks(request) - self._paused.get(request, 0)
+                needed += self._end_blocks(self._without_row[request])
+                if needed > self._num_blocks:  # nobody is evicted for nothing
+                    return
+                needed -= self._paused.get(request, 0)
                 while needed + sum(self._paused.values()) > self._num_blocks:
-                    others = [other for other in self._paused if other != request]
-                    if not others:
-                        return
-                    self._evict(max(others, key=self._key))
+                    self._evict(max((other for other in self._paused if other != request), key=self._key))
             self._take_row(request)
 
     # ---- rows and blocks ----
@@ -180,9 +186,9 @@ class BatchState:
     def _blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.setup.engine.block_size)
 
-    def _end_blocks(self, request: int) -> int:
-        """Blocks that a waiting request may need in its next round."""
-        row, window = self._without_row[request], self.plan.num_checks * (self.plan.num_drafts + 1)
+    def _end_blocks(self, row: np.void) -> int:
+        """Blocks that a request may need in its next round."""
+        window = self.plan.num_checks * (self.plan.num_drafts + 1)
         end = int(row["length"]) - 1 + min(window, int(row["max_tokens"]) - int(row["output"]))
         return self._blocks_for(end)
 
@@ -196,8 +202,6 @@ class BatchState:
 
     def _take_row(self, request: int) -> None:
         self.waiting.remove(request)
-        if request in self.new:
-            self.new.remove(request)
         row = self._without_row.pop(request)
         self._paused.pop(request, None)
         if self._offloaded.pop(request, None) is not None:
@@ -231,10 +235,11 @@ class BatchState:
         row, setup = self._without_row[request], self.setup
         computed = int(row["length"]) - 1 - int(row["prefill_left"])
         num_bytes, swap_s = computed * setup.engine.kv_bytes_per_token, setup.swap_s(computed)
-        is_cheaper = swap_s is not None and swap_s < setup.prefill_s(computed)
-        if is_cheaper and sum(self._offloaded.values()) + num_bytes <= setup.swap_bytes:
+        is_room = sum(self._offloaded.values()) + num_bytes <= setup.swap_bytes
+        # Without a cost of moving nothing is moved: it would be for free.
+        if swap_s is not None and self._is_cheaper_to_move(computed) and is_room:
             self._offloaded[request] = num_bytes
-            self.stall_s += (swap_s or 0.0) / 2
+            self.stall_s += swap_s / 2
             self.counts.swaps += 1
         else:
             self.counts.recomputed += computed

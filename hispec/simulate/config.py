@@ -12,7 +12,7 @@ from ..config import TRAITS, DraftKind, GoodputConfig, SchedulingConfig, Setting
 from ..config.base import Pair, Tuple
 from ..control.choice import Route
 from ..errors import nearest, shown
-from ..latency.model import cold_stage, rising, stage_names
+from ..latency.model import Linear, cold_stage, rising, stage_names
 from .arrivals import ArrivalsConfig
 from .distributions import Distribution, Shares, constant
 
@@ -27,7 +27,8 @@ class EngineSettings(Settings):
 
     num_kv_tokens       positions that all KV blocks hold; None = enough for all rows
     kv_bytes_per_token  bytes of KV per position, for scheduling.swap_bytes
-    num_layers          layers of the model, for attained service, which is counted in passes
+    num_layers          layers of the model, for attained service, which is counted in passes; left out with
+                        latency.path: the profile's
     """
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -50,8 +51,12 @@ class StageSettings(Settings):
 
     @property
     def is_free(self) -> bool:
-        costs = (self.constant_ms, self.row_ms, self.token_ms, self.context_ms, self.pair_ms)
-        return not any(costs) and not any(cost for _, cost in self.knots)
+        """Whether the least pass costs nothing: of one row and one token at context 1."""
+        return self.cost(1, 1, 1) == 0.0
+
+    @property
+    def cost(self) -> Linear:
+        return Linear(**self.model_dump())
 
 
 def _check_stage(name: str) -> str:
@@ -73,6 +78,9 @@ class LatencySettings(Settings):
     """Costs of stages: either each by name (`LatencyModel` lists them), or a profile that `hispec profile
     --latency` wrote.
 
+    A profile is refused that covers fewer rows than engine.max_num_seqs, or is of a model of other layers
+    than engine.num_layers says.
+
     is_static, row_buckets  whether rounds have static shapes, and the row counts to which they are padded
     """
 
@@ -92,8 +100,10 @@ class LatencySettings(Settings):
         for name, stage in (self.stages or {}).items():
             # Every round has one of these: time would stand still.
             if (name == "plain" or name.startswith("verify/")) and stage.is_free:
+                rest = "a first knot" if stage.knots else "token_ms"
                 raise ValueError(
-                    f"stages.{name} costs nothing; give it constant_ms, row_ms or token_ms above 0"
+                    f"stages.{name} costs nothing for one token; give it constant_ms, row_ms or {rest} above"
+                    " 0"
                 )
         if list(self.row_buckets) != sorted(set(self.row_buckets)):
             raise ValueError(f"row_buckets={list(self.row_buckets)} must ascend")
@@ -397,6 +407,15 @@ class SimulationConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
 
+    def _check_exits(self) -> None:
+        """Raises ValueError for an exit that the model has not."""
+        for name, each in self.routes.items():
+            if max(each.draft_layer, each.check_layer or 0) >= self.engine.num_layers:
+                raise ValueError(
+                    f"routes.{name} has an exit beyond engine.num_layers={self.engine.num_layers}; lower it,"
+                    " or raise num_layers"
+                )
+
     def _check_choice(self, system: str, names: Sequence[str]) -> None:
         """Raises ValueError if a controller could not tell two of these routes apart."""
         by_route: dict[Route, str] = {}
@@ -441,12 +460,9 @@ class SimulationConfig(Settings):
                 f"arrivals.reference={shown(self.arrivals.reference)} is no system; there are:"
                 f" {', '.join(self.systems)}"
             )
-        for name, each in self.routes.items():
-            if max(each.draft_layer, each.check_layer or 0) >= self.engine.num_layers:
-                raise ValueError(
-                    f"routes.{name} has an exit beyond engine.num_layers={self.engine.num_layers}; lower it,"
-                    " or raise num_layers"
-                )
+        # Where it is the profile's that counts, there are no stages of exits beyond it.
+        if self.latency.path is None or "num_layers" in self.engine.model_fields_set:
+            self._check_exits()
         if self.arrivals.kind == "recorded" and self.arrivals.times is None and self.requests.trace is None:
             raise ValueError("arrivals.kind='recorded' needs arrivals.times or requests.trace")
         return self

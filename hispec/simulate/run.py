@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from ..jobs.load import load_settings
 from ..scheduling.aging import Aging
+from ..utils.console import make_bar
 from ..utils.environment import environment
-from ..utils.files import check_folder, check_target, write_json
+from ..utils.files import check_folder, check_targets, expanded, write_json
 from ..utils.plots import check_matplotlib
 from .arrivals import repeat_times
 from .batch_state import new_row
@@ -27,7 +28,7 @@ from .metrics import Run, compare, figures
 from .plots import draw_plots
 from .replayed_trace import read_recording
 from .row_state import MANY, ROW, RoundPlan, make_log
-from .system import latency_of, make_replicas
+from .system import make_replicas, with_latency
 from .tables import Tables, make_tables
 from .workload import Workload, make_workload
 
@@ -50,8 +51,8 @@ def simulate_to_files(
 ) -> dict[str, Any]:
     """Runs `simulate` and writes its result, whole or not at all. Raises ConfigError for what cannot be
     written, or is config_file, where the settings come from, before anything is run."""
-    if json_path is not None:
-        check_target("--json", json_path, [] if config_file is None else [config_file])
+    read = (config_file, config.requests.trace, config.latency.path)
+    check_targets({"--json": json_path}, [expanded(path) for path in read if path is not None])
     if plots is not None:
         check_matplotlib("--plots")
         check_folder("--plots", plots)
@@ -69,20 +70,16 @@ def simulate_to_files(
 def simulate(config: SimulationConfig, *, progress: bool = True) -> dict[str, Any]:
     """Runs every system at every load -> what `--json` writes. Raises ConfigError."""
     started, experiment = time.perf_counter(), Experiment(config)
+    config = experiment.config
     num_runs = len(config.arrivals.loads) * len(config.systems) * config.repeats
-    loads = []
-    with tqdm(
-        total=num_runs * config.requests.num,
-        unit="request",
-        unit_scale=True,
-        disable=not progress,
-        smoothing=0.1,
-    ) as bar:
+    total, loads = num_runs * config.requests.num, []
+    with make_bar(total, None, "request", progress, unit_scale=True, smoothing=0.1) as bar:
         for load in config.arrivals.loads:
             policies = {}
             rates = [experiment.rate(load, seed) for seed in experiment.seeds]
             for name, system in config.systems.items():
-                bar.set_description(f"{config.arrivals.what} {load:g}, {name}")
+                what = f"{config.arrivals.what} {load:g}, {name}"
+                bar.set_description(what, refresh=sys.stderr.isatty())  # a log has a line now and then
                 runs = [
                     experiment.run(system, load, rate, seed, bar.update)
                     for seed, rate in zip(experiment.seeds, rates, strict=True)
@@ -120,9 +117,9 @@ class Experiment:
     """The runs of an experiment, and what they share."""
 
     def __init__(self, config: SimulationConfig) -> None:
+        config, self._latency = with_latency(config)
         self.config = config
         self.seeds = [config.seed + repeat for repeat in range(config.repeats)]
-        self._latency = latency_of(config.latency)
         self._recording = read_recording(config)
         self._seeded: dict[int, _Seeded] = {}
         self._with_seed(config.seed)  # raises now if the latency model lacks a stage

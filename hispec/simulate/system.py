@@ -7,27 +7,41 @@ from typing import Literal
 from ..config import GoodputConfig
 from ..control.choice import Control, FixedControl
 from ..control.controller import GoodputControl
-from ..errors import ConfigError
-from ..latency.model import LatencyModel, Linear
-from ..latency.profile_file import load
+from ..errors import ConfigError, build
+from ..latency.model import LatencyModel
+from ..latency.profile_file import check, load
 from ..scheduling.make import make_policy
 from ..scheduling.sjf import ShortestRemaining
 from ..utils.files import expanded
 from .batch_state import Setup
-from .config import ControlSettings, LatencySettings, SimulationConfig, SystemSettings
+from .config import ControlSettings, EngineSettings, SimulationConfig, SystemSettings
 from .predictors import make_predictor, predicted_lengths
 from .replica import Replica
 from .tables import Tables
 from .workload import Workload
 
 
-def latency_of(settings: LatencySettings) -> LatencyModel:
-    """Raises ConfigError for a profile that cannot be read."""
-    if settings.stages is not None:
-        stages = {name: Linear(**each.model_dump()) for name, each in settings.stages.items()}
-        return LatencyModel(stages, settings.is_static, settings.row_buckets)
-    assert settings.path is not None
-    return load(expanded(settings.path)).model()
+def with_latency(config: SimulationConfig) -> tuple[SimulationConfig, LatencyModel]:
+    """The experiment with the layers that its profile says, and what its stages cost. Raises ConfigError for
+    a profile that cannot be read, or that the experiment does not fit."""
+    settings = config.latency
+    if settings.path is None:
+        stages = {name: each.cost for name, each in (settings.stages or {}).items()}
+        return config, LatencyModel(stages, settings.is_static, settings.row_buckets)
+    path, engine = expanded(settings.path), config.engine
+    profile = load(path)
+    # Of another model or machine it may be, but not of fewer rows.
+    check(profile, profile.subject, engine.max_num_seqs, path)
+    num_layers = profile.subject.model.get("num_layers", engine.num_layers)
+    if "num_layers" in engine.model_fields_set and engine.num_layers != num_layers:
+        raise ConfigError(
+            f"engine.num_layers={engine.num_layers} is not that of the latency profile {path}, which is of a"
+            f" model of {num_layers} layers; leave it out, or give the profile of another model"
+        )
+    engine = build(
+        EngineSettings, engine.model_dump(exclude_unset=True) | {"num_layers": num_layers}, "engine"
+    )
+    return config.model_copy(update={"engine": engine}), profile.model()
 
 
 def make_replicas(

@@ -11,8 +11,7 @@ import torch
 
 from cache.host_kv import HostKV
 from cache.paged_kv import PagedKV
-from hispec.engine.kv_offload import KVOffloader, cheaper_to_move
-from hispec.latency.model import LatencyModel, Linear
+from hispec.engine.kv_offload import KVOffloader
 from tests.helpers.scheduling_server import make_request
 
 CPU = torch.device("cpu")
@@ -210,15 +209,3 @@ def test_other_errors_of_the_keeper_are_not_hidden() -> None:
     assert not keeper.restore(computed(0, 6, BLOCKS[:2])), (
         "an interrupt may have come between: then it is computed again"
     )
-
-
-def test_moving_is_weighed_against_prefill_by_the_profile() -> None:
-    """Swap 10 ms and 1 ms a position; prefill 1 ms a position and 4 ms a chunk of at most 8."""
-    stages = {
-        "swap": Linear(constant_ms=10.0, token_ms=1.0),
-        "prefill": Linear(constant_ms=4.0, token_ms=1.0),
-    }
-    is_cheaper = cheaper_to_move(LatencyModel(stages), 8)
-    assert [is_cheaper(num_positions) for num_positions in (1, 16, 17, 40)] == [False, False, True, True]
-    for latency in (None, LatencyModel({}), LatencyModel({"prefill": Linear()})):
-        assert cheaper_to_move(latency, 8)(1)

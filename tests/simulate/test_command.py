@@ -97,10 +97,21 @@ def test_what_cannot_be_written_is_found_before_anything_is_run(
         assert capsys.readouterr().err.startswith(f"hispec: {flag}: ")
 
 
+def test_progress_in_a_log_is_a_line_now_and_then(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(config)]) == 0
+    log = capsys.readouterr().err
+    assert "\r" not in log and len(log.splitlines()) == 2
+    assert log.splitlines()[-1].startswith("rates 6, laps: 100% 720/720 [") and "request/s" in log
+
+
 def test_figures_do_not_replace_the_experiment(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = config.read_text()
     assert main(["simulate", str(config), "--json", str(config)]) == 2
     assert "is read by this command" in capsys.readouterr().err and config.read_text() == before
+    trace = config.with_name("trace.jsonl")
+    trace.write_text("{}")
+    assert main(["simulate", str(config), "--set", f"requests={{trace: {trace}}}", "--json", str(trace)]) == 2
+    assert "is read by this command" in capsys.readouterr().err and trace.read_text() == "{}"
 
 
 def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

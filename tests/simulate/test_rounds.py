@@ -18,7 +18,7 @@ from hispec.simulate.metrics import figures
 from hispec.simulate.predictors import make_predictor
 from hispec.simulate.replica import Replica
 from hispec.simulate.row_state import T_DRAFTED, T_KEPT, T_ROUND_S, T_ROUNDS, T_TOKENS
-from hispec.simulate.system import latency_of, route_numbers
+from hispec.simulate.system import route_numbers, with_latency
 from hispec.simulate.tables import make_tables
 from hispec.simulate.workload import make_workload
 from tests.helpers.simulations import STAGES, experiment, run, share
@@ -95,7 +95,7 @@ def test_rounds_cost_what_the_controller_expects_of_them(
     )
     done = run(config)
     route = config.routes[name].route
-    grid = PlanGrid([route], latency_of(config.latency))
+    grid = PlanGrid([route], with_latency(config)[1])
     plan = route.plan(4, route.most_checks)
     looks_up, is_found = route.kind in ("ngram", "hybrid"), found == 1.0 and route.kind in ("ngram", "hybrid")
     drafts = 4 if is_found or not looks_up else route.num_exit_tokens or 0
@@ -145,7 +145,7 @@ def told(config: SimulationConfig) -> list[Observation]:
     assert settings.route is not None and settings.num_drafts is not None
     route = config.routes[settings.route].route
     plan = route.plan(settings.num_drafts, settings.num_checks)
-    latency, workload = latency_of(config.latency), make_workload(config, config.requests.num, 0)
+    latency, workload = with_latency(config)[1], make_workload(config, config.requests.num, 0)
     tables = make_tables(config, latency, workload)
     setup = Setup(config.engine, latency, workload, tables, 0, route_numbers(config, settings))
     replica = Replica(setup, FirstComeFirstServed(), Control(), make_predictor(None, 256))

@@ -11,12 +11,18 @@ import pytest
 
 from hispec.errors import ConfigError, build
 from hispec.latency.model import stage_names
+from hispec.latency.profile_file import LatencyProfile, Subject, save
 from hispec.simulate.arrivals import ArrivalsConfig, repeat_times
-from hispec.simulate.config import AcceptanceSettings, PredictorSettings, SimulationConfig
+from hispec.simulate.config import (
+    AcceptanceSettings,
+    PredictorSettings,
+    RequestsSettings,
+    SimulationConfig,
+)
 from hispec.simulate.distributions import Distribution
 from hispec.simulate.metrics import half_width
 from hispec.simulate.predictors import KnownLengths, predicted_lengths
-from hispec.simulate.run import Experiment, load_simulation
+from hispec.simulate.run import Experiment, load_simulation, simulate
 from tests.helpers.simulations import STAGES, experiment, share
 
 NAN = math.nan
@@ -69,8 +75,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "at least 0"),
     ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
-    ({"latency": {"stages": {"plain": {"knots": [[1, 0.0]]}}}}, "stages.plain costs nothing; give it"),
-    ({"latency": {"stages": STAGES | {"verify/0": {}}}}, "stages.verify/0 costs nothing; give it"),
+    (
+        {"latency": {"stages": {"plain": {"knots": [[1, 0.0]]}}}},
+        "stages.plain costs nothing for one token; give it constant_ms, row_ms or a first knot above 0",
+    ),
+    (
+        {"latency": {"stages": {"plain": {"knots": [[8, 0.0], [16, 5.0]]}}}},
+        "stages.plain costs nothing for one token; give it",
+    ),
+    (
+        {"latency": {"stages": {"plain": {"knots": [[1, 0.0]], "token_ms": 5.0}}}},
+        "stages.plain costs nothing for one token; give it",
+    ),
+    (
+        {"latency": {"stages": STAGES | {"verify/0": {}}}},
+        "stages.verify/0 costs nothing for one token; give it constant_ms, row_ms or token_ms above 0",
+    ),
     ({"latency": {"stages": STAGES, "row_buckets": [4, 2]}}, "must ascend"),
     (
         {"latency": {"stages": STAGES, "row_buckets": [2, 4]}},
@@ -215,6 +235,78 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     for trace in (tmp_path / "none.jsonl", bad):
         with pytest.raises(ConfigError, match=trace.name):
             Experiment(experiment(requests={"trace": str(trace)}))
+
+
+def profile_of(path: Path, num_layers: int, layers: tuple[int, ...] = ()) -> str:
+    """The file of a profile of 4 rows."""
+    subject = Subject(
+        model={"num_layers": num_layers}, layers=layers, exits={}, machine={"cpu": "any"}, versions={}
+    )
+    cost = {
+        "constant_ms": 1.0,
+        "row_ms": 0.0,
+        "token_ms": 1.0,
+        "context_ms": 0.0,
+        "pair_ms": 0.0,
+        "knots": [],
+    }
+    stage = cost | {"num_points": 1, "r2": None, "mean_error": None}
+    values = {
+        "fingerprint": subject.fingerprint,
+        "subject": subject,
+        "date": "2025-01-01",
+        "seconds": 1.0,
+        "load": None,
+        "max_num_seqs": 4,
+        "is_static": False,
+        "row_buckets": [],
+        "stages": dict.fromkeys(subject.stage_names, stage),
+        "points": [],
+    }
+    save(build(LatencyProfile, values), path)
+    return str(path)
+
+
+def test_the_model_has_the_layers_of_its_profile(tmp_path: Path) -> None:
+    path = profile_of(tmp_path / "profile.json", 80, (40,))
+    deep = {"deep": {"kind": "exit", "draft_layer": 40, "most_drafts": 4, "acceptance": share(0.5)}}
+    systems = {"only": {"control": {"kind": "fixed", "route": "deep", "num_drafts": 2}}}
+    config = experiment(latency={"path": path}, routes=deep, systems=systems)
+    assert Experiment(config).config.engine.num_layers == 80
+    requests = {"num": 5, "output_tokens": {"value": 5}}
+    result = simulate(
+        config.model_copy(update={"requests": build(RequestsSettings, requests)}), progress=False
+    )
+    assert result["config"]["engine"]["num_layers"] == 80
+    engine = {"max_num_seqs": 4, "num_layers": 80}
+    assert Experiment(experiment(latency={"path": path}, engine=engine)).config.engine.num_layers == 80
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"engine": {"max_num_seqs": 5}},
+            "covers max_num_seqs=4 rows, but engine.max_num_seqs is 5; measure",
+        ),
+        (
+            {"engine": {"max_num_seqs": 4, "num_layers": 32}},
+            "engine.num_layers=32 is not that of the latency profile PATH, which is of a model of 8 layers;",
+        ),
+        (
+            {"routes": {"deep": {"kind": "exit", "draft_layer": 8, "acceptance": share(0.5)}}},
+            "the latency profile has no stage 'verify/8', only",
+        ),
+    ],
+    ids=["rows", "layers", "exit"],
+)
+def test_an_experiment_that_does_not_fit_its_profile_is_refused(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    path = profile_of(tmp_path / "profile.json", 8)
+    with pytest.raises(ConfigError) as caught:
+        Experiment(experiment(latency={"path": path}, **changes))
+    assert expected.replace("PATH", path) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["simulate_smartspec", "simulate_laps", "simulate_scaling"])
