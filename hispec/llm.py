@@ -46,8 +46,9 @@ class LLM:
     length_predictor   of output lengths, for policies that ask; None = learnt from ended requests
     skip_tokenizer_init   take and give token ids only
     workers      processes that serve requests, each with its share of the cores, or a GPU; all with one copy
-                 of the weights on Linux's CPUs; "auto" = as many as there are cores or GPUs
-                 (docs/scaling.md). Of max_num_seqs and num_kv_blocks each has its own
+                 of the weights on Linux's CPUs; "auto" = as many as `hispec profile --latency` has found
+                 fastest here, else as there are cores or GPUs (docs/scaling.md). Of max_num_seqs and
+                 num_kv_blocks each has its own
     ray          a RayConfig or its fields: workers on the machines of a Ray cluster, in place of `workers`
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import OK, PRESET, add_command, add_options, given_fields, load_limited_job
+from .common import OK, PRESET, add_command, add_options, given_fields, load_limited_job, written
 
 
 def add(commands: Any) -> None:
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         bench,
         PRESET,
         ("--profile", Path, "FILE.json", best),
-        ("--json", Path, "FILE", "write the result as JSON"),
+        ("--json", written, "FILE", "write the result as JSON"),
         ("--repeats", int, "N", "timed runs of each engine (default: 3)"),
         ("--batch-size", int, "B", "prompts that run together (default: 16)"),
         ("--max-tokens", int, "M", "new tokens per prompt (default: 64)"),
@@ -58,9 +58,10 @@ def add(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     from ..errors import ConfigError, build
     from ..jobs.bench import BenchOptions, run_bench
+    from ..jobs.inputs import files_read
     from ..jobs.load import best_plans, load_preset
     from ..jobs.report import print_bench
-    from ..utils.files import check_target, write_json
+    from ..utils.files import check_targets, write_json
 
     job = load_limited_job(options, options.preset)
     files: dict[str, Path] = {}
@@ -80,8 +81,8 @@ def _bench(options: argparse.Namespace) -> int:
             )
         plans |= found
     bench_options = build(BenchOptions, given_fields(options, BenchOptions) | {"plans": plans})
-    if options.json is not None:
-        check_target("--json", options.json)
+    own = [options.job, options.preset, options.profile, *options.plan]
+    check_targets({"--json": options.json}, [*files_read(job), *(path for path in own if path is not None)])
     try:
         result = run_bench(job, bench_options)
     except KeyboardInterrupt:

@@ -13,13 +13,25 @@ if TYPE_CHECKING:
     from ..jobs.schema import Job
 
 OK, ALL_FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
-Option = tuple[str, type, str, str]  # flag, type of the value, its name in the help, help
+Option = tuple[str, Callable[[str], Any], str, str]  # flag, type of the value, its name in the help, help
 PRESET: Option = (
     "--preset",
     Path,
     "FILE.yaml",
     "take model, engine, plan and sampling from this file, such as configs/smollm2.yaml",
 )
+
+
+def written(text: str) -> Path:
+    """The type of an option that names what is written: with ~ as the home folder, which a shell leaves as
+    it is after `=`."""
+    from ..errors import ConfigError
+    from ..utils.files import known_place
+
+    try:
+        return known_place(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_command(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from .common import OK, add_command, add_options, given_fields, load_limited_job
+from .common import OK, add_command, add_options, given_fields, load_limited_job, written
 
 
 def add(commands: Any) -> None:
@@ -24,8 +23,8 @@ def add(commands: Any) -> None:
     drafters = "drafters to look at: exit, tree, ngram, hybrid, model (default: all that apply)"
     add_options(
         profile,
-        ("--json", Path, "FILE", "write everything that was measured and predicted as JSON"),
-        ("--plots", Path, "DIR", "draw acceptance by layer and predicted speed by exits as PNG files"),
+        ("--json", written, "FILE", "write everything that was measured and predicted as JSON"),
+        ("--plots", written, "DIR", "draw acceptance by layer and predicted speed by exits as PNG files"),
         ("--exits", str, "FOLDER", exits),
         ("--batch-size", int, "B", "prompts that run together (default: the job's engine.max_num_seqs)"),
         ("--max-tokens", int, "M", "new tokens per prompt (default: the job's sampling.max_tokens)"),
@@ -39,7 +38,7 @@ def add(commands: Any) -> None:
     profile.add_argument(
         "--write-preset",
         dest="preset",
-        type=Path,
+        type=written,
         metavar="FILE.yaml",
         help="write the best plan as the settings of a job",
     )

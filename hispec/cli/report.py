@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import OK, add_command, add_options
+from .common import OK, add_command, add_options, written
 
 if TYPE_CHECKING:
     from ..trace.records import Trace
@@ -26,23 +27,33 @@ def add(commands: Any) -> None:
     )
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
     picture = "the picture (default without --html: beside the trace, with the suffix .png)"
-    report.add_argument("-o", "--output", type=Path, metavar="FILE.png", help=picture)
+    report.add_argument("-o", "--output", type=written, metavar="FILE.png", help=picture)
     add_options(
         report,
-        ("--html", Path, "OUT.html", "write a page that needs no network"),
-        ("--json", Path, "FILE", "write the summary of traces as JSON"),
+        ("--html", written, "OUT.html", "write a page that needs no network"),
+        ("--json", written, "FILE", "write the summary of traces as JSON"),
     )
 
 
 def _report(options: argparse.Namespace) -> int:
-    from ..trace.merge import merge
-    from ..trace.writer import read_trace
+    from ee_models.errors import install_command
+
+    from ..trace.merge import read_together
+    from ..utils.plots import has_matplotlib
 
     if options.html is None:
         # First: what is no file has no name to take the picture's from.
-        trace = merge([read_trace(path) for path in options.files])
-        _check_targets(options, options.output or options.files[0].with_suffix(".png"))
-        _show(trace, options)
+        trace = read_together(options.files)
+        beside = options.files[0].with_suffix(".png")
+        can_write = has_matplotlib() and os.access(beside.absolute().parent, os.W_OK)
+        picture = options.output or (beside if can_write else None)
+        _check_targets(options, picture)
+        _show(trace, options, picture)
+        if picture is None:
+            why = f"{beside.absolute().parent} cannot be written: choose another place with -o"
+            if not has_matplotlib():
+                why = f"matplotlib is not installed: {install_command('plots')}"
+            print(f"not drawn: {why}", file=sys.stderr)
         return OK
     from ..errors import ConfigError
     from ..page.make import is_trace, write_page
@@ -54,21 +65,18 @@ def _report(options: argparse.Namespace) -> int:
     _check_targets(options, options.output)
     page_trace = write_page(options.files, options.html)
     if page_trace is not None:
-        _show(page_trace, options)
+        _show(page_trace, options, options.output)
     print(f"written: {options.html}")
     return OK
 
 
-def _show(trace: Trace, options: argparse.Namespace) -> None:
-    """Prints the summary of a trace, writes it as JSON, and draws the picture; beside a page only if asked
-    to."""
-    from ee_models.errors import install_command
-
+def _show(trace: Trace, options: argparse.Namespace, picture: Path | None) -> None:
+    """Prints the summary of a trace, writes it as JSON and draws the picture, where these are asked for."""
     from ..trace.plots import draw_trace
     from ..trace.report import print_report
     from ..trace.summary import summarize
     from ..utils.files import write_json
-    from ..utils.plots import check_matplotlib, has_matplotlib
+    from ..utils.plots import check_matplotlib
 
     if options.output is not None:
         check_matplotlib("-o")
@@ -76,34 +84,16 @@ def _show(trace: Trace, options: argparse.Namespace) -> None:
     print_report(summary)
     if options.json is not None:
         write_json(options.json, summary)
-    if options.html is not None and options.output is None:
-        return
-    picture = options.output or options.files[0].with_suffix(".png")
-    if has_matplotlib():
+    if picture is not None:
         draw_trace(trace, picture)
         print(f"drawn: {picture}")
-    else:
-        print(f"not drawn: matplotlib is not installed: {install_command('plots')}", file=sys.stderr)
 
 
 def _check_targets(options: argparse.Namespace, picture: Path | None) -> None:
     """Creates missing folders. Raises ConfigError for what must not be written, or can't be."""
     from ..errors import ConfigError
-    from ..utils.files import check_target
+    from ..utils.files import check_targets
 
     if picture is not None and picture.suffix.lower() != ".png":
         raise ConfigError(f"-o: {picture} is drawn as PNG; give it a name that ends with .png")
-    targets = {"-o": picture, "--html": options.html, "--json": options.json}
-    named = {flag: path for flag, path in targets.items() if path is not None}
-    for flag, path in named.items():
-        for source in options.files:
-            if path.absolute() == source.absolute() or (
-                path.exists() and source.exists() and path.samefile(source)
-            ):
-                what = "the trace itself" if options.html is None else "one of the files itself"
-                raise ConfigError(f"{flag}: {path} is {what}; choose another path")
-        check_target(flag, path)
-        for other, taken in named.items():
-            if other < flag and taken.absolute() == path.absolute():
-                first, second = sorted((flag, other), key=list(named).index)
-                raise ConfigError(f"{first} and {second} both name {path}; give each a path of its own")
+    check_targets({"-o": picture, "--html": options.html, "--json": options.json}, options.files)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from .common import OK, add_command, add_options
+from .common import OK, add_command, add_options, written
 
 
 def add(commands: Any) -> None:
@@ -22,8 +21,8 @@ def add(commands: Any) -> None:
     )
     add_options(
         simulate,
-        ("--json", Path, "FILE", "write all figures as JSON"),
-        ("--plots", Path, "DIR", "draw mean and p99 latency by load as PNG files"),
+        ("--json", written, "FILE", "write all figures as JSON"),
+        ("--plots", written, "DIR", "draw mean and p99 latency by load as PNG files"),
     )
 
 

@@ -86,7 +86,8 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     measured_on, others = environment(select_device(job.engine.device)), watch_others()
     with closing(make_llm(job, options)) as llm:
         result = time_engines(llm, job, options, rows, progress=progress)
-    return result | {"environment": measured_on | {"others": others()}}
+        is_alone = llm.num_workers == 1  # else workers would count among the others
+    return result | {"environment": measured_on | {"others": others() if is_alone else None}}
 
 
 def make_llm(job: Job, options: BenchOptions) -> LLM:

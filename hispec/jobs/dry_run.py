@@ -32,8 +32,8 @@ class DryRun:
     reasons        of rows that cannot be served
     num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all, but for
                    num_unlimited of them, which may fill the context
-    sample         rows that were done to measure, of prompts sample_prompt_tokens long in all
-    seconds        estimated for all rows; None if the sample did not end in time
+    sample         rows that were done to measure, and num_tried, how many were begun
+    seconds        estimated for all rows; None if none of the sample ended in time
     output_bytes   estimated likewise
     memory         bytes by purpose
     """
@@ -47,6 +47,7 @@ class DryRun:
     prompt_tokens: int = 0
     max_tokens: int = 0
     num_unlimited: int = 0
+    num_tried: int = 0
     sample: Timed = field(default_factory=Timed)
     seconds: float | None = None
     output_bytes: float | None = None
@@ -77,7 +78,7 @@ def dry_run(job: Job, *, progress: bool = True) -> DryRun:
 
 def _sample(llm: LLM, job: Job, found: DryRun, work: Work, progress: bool) -> list[Row]:
     """Checks all rows -> as many as run together, spread over the good ones."""
-    wanted, step, seen = job.engine.max_num_seqs, 1, 0
+    wanted, step, seen = job.engine.max_num_seqs * llm.num_workers, 1, 0
     sample: list[Row] = []
     with make_bar(found.num_rows, "checking", "row", progress, initial=found.num_done) as bar:
         for row in read_rows(job, job.input, work.done, work.extent):
@@ -116,7 +117,7 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
     if not rows:
         return
     warm_up(llm, job)
-    num_bytes = 0
+    found.num_tried, num_bytes = len(rows), 0
 
     def finish(row: Row | BadRow, outcome: Outcome) -> None:
         nonlocal num_bytes
@@ -180,6 +181,8 @@ def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:
             f"about {_duration(found.seconds)}, from {count(found.sample.num_results, 'row')} decoded in"
             f" {found.sample.seconds:.1f} s"
         )
+        if late := found.num_tried - found.sample.num_results:
+            lines["time"] += f"; {late} others had not ended: rather less time, and more output, than is said"
         lines["output"] = f"about {found.output_bytes / 1e6:.1f} MB in {found.job.output.path}"
     elif found.num_good:
         lines["time"] = f"not known: none of the rows tried ended within {SAMPLE_S:.0f} s"

@@ -20,10 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..config import GoodputConfig
 from ..errors import ConfigError, cut
 from ..prompts import without_nulls_of_others
-from ..utils.files import parse_json
-from .schema import STANDARD, InputConfig, RowField, format_of
+from ..utils.files import expanded, parse_json
+from .schema import STANDARD, InputConfig, Job, RowField, format_of
 from .uris import fetch, name_of
 
 _BOM = b"\xef\xbb\xbf"
@@ -78,6 +79,13 @@ def local_files(config: InputConfig) -> list[Path]:
     return [
         file for path in config.paths if isinstance(path, Path) and path != STANDARD for file in _named(path)
     ]
+
+
+def files_read(job: Job) -> list[Path]:
+    """The local files that a job reads, the one that it comes from left out."""
+    of_latency = None if job.speculative is None else (job.speculative.goodput or GoodputConfig()).latency
+    named = [expanded(name) for name in (job.model, of_latency) if name is not None]
+    return [*local_files(job.input), *named]
 
 
 def _named(path: Path) -> list[Path]:

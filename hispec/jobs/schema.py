@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -99,20 +99,28 @@ class InputConfig(Settings):
 class Destination(Settings):
     """Where results go, and what becomes of those that are there."""
 
+    _keeping: ClassVar[tuple[str, ...]] = ("resume",)  # settings by which results that are there are kept
+
     path: FilePath
     overwrite: bool = False
     resume: bool = False
 
     @model_validator(mode="after")
     def _one_intention(self) -> Self:
-        if self.overwrite and self.resume:
-            raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
+        for name in self._keeping if self.overwrite else ():
+            if name in self.model_fields_set and getattr(self, name):
+                raise ValueError(f"overwrite=true and {name}=true contradict each other; keep one of them")
         return self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is there is kept."""
+        return self.resume and not self.overwrite
 
     @property
     def way_on(self) -> str:
         """How an interrupted command goes on, for its last words."""
-        if self.resume:
+        if self.keeps:
             return "the same command goes on from there"
         unset = " output.overwrite=false" if self.overwrite else ""
         return f"the same command with --set output.resume=true{unset} goes on from there"
@@ -140,6 +148,8 @@ class OutputConfig(Destination):
     token_ids      add the token ids of each output
     """
 
+    _keeping: ClassVar[tuple[str, ...]] = ("resume", "only_missing", "retry_failed")
+
     resume: bool = True
     only_missing: bool = False
     retry_failed: bool = False
@@ -151,16 +161,6 @@ class OutputConfig(Destination):
     compare_plain: bool = False
     echo_input: bool = True
     token_ids: bool = False
-
-    @model_validator(mode="after")
-    def _one_intention(self) -> Self:
-        if self.overwrite:
-            for name in ("resume", "only_missing", "retry_failed"):
-                if name in self.model_fields_set and getattr(self, name):
-                    raise ValueError(
-                        f"overwrite=true and {name}=true contradict each other; keep one of them"
-                    )
-        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -176,18 +176,10 @@ class OutputConfig(Destination):
         return {**values, "path": cache_dir() / "jobs" / folder / name_in(uri), "upload": uri}
 
     @property
-    def keeps(self) -> bool:
-        """Whether what an existing file holds is kept."""
-        return self.resume and not self.overwrite
-
-    @property
     def way_on(self) -> str:
         if self.path == STANDARD:  # what was written is not there to be read
             return "the same command starts again from the first row"
-        if self.keeps:
-            return "the same command goes on from there"
-        unset = " output.overwrite=false" if self.overwrite else ""
-        return f"the same command with --set output.resume=true{unset} goes on from there"
+        return super().way_on
 
 
 class RunConfig(Settings):
@@ -217,7 +209,8 @@ class Job(RunConfig):
     """One offline job: every prompt of `input` through the model, results to `output`.
 
     workers  processes that share the work, each with its part of the cores, or a GPU; "auto" = as many as
-             there are cores or GPUs (docs/scaling.md)
+             `hispec profile --latency` has found fastest here, else as there are cores or GPUs
+             (docs/scaling.md)
     ray      workers on the machines of a Ray cluster instead; None = none
     """
 

@@ -202,12 +202,12 @@ def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> 
     (of other versions).
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"the latency profile {path} cannot be read: {error.strerror}; {_AGAIN} {path}"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the latency profile {path} is damaged: {error}; {_AGAIN} {path}") from None
     if isinstance(values, dict):
         for name, known in (("format", _FORMAT), ("version", 3)):

@@ -212,12 +212,21 @@ def latency_for(
     path: str | Path | None = None,
     progress: bool = True,
 ) -> LatencyProfile:
-    """The profile at `path`, which must fit; without a path the one that is kept for this model on this
-    machine, which is measured first if there is none, or if it does not fit any more. As `measure_latency`;
-    raises ConfigError."""
+    """The profile at `path`, which must fit, but for rounds wider than its own; without a path the one that is
+    kept for this model on this machine, which is measured first if there is none, or if it does not fit any
+    more. As `measure_latency`; raises ConfigError."""
     expected = subject_of(decoder, layers, exits, draft_model)
+    room, is_cuda = _room(decoder, draft_model), decoder.device.type == "cuda"
+    wanted = Grid.widest(max_window, room, is_cuda=is_cuda)
     if path is not None:
-        return load(expanded(path), expected, max_num_seqs)
+        profile = load(expanded(path), expected, max_num_seqs)
+        if profile.widest < wanted:
+            _log.warning(
+                "speculative.goodput.latency=%s is of rounds of %d positions a row, and plans may have %d:"
+                " what these cost is a guess; measure again with `hispec profile JOB.yaml --latency %s`",
+                *(path, profile.widest, wanted, path),
+            )
+        return profile
     kept = kept_path(expected)
     if kept.exists():
         try:
@@ -225,8 +234,6 @@ def latency_for(
         except ConfigError as error:
             _log.info("%s", error)
         else:
-            room, is_cuda = _room(decoder, draft_model), decoder.device.type == "cuda"
-            wanted = Grid.widest(max_window, room, is_cuda=is_cuda)
             longest = Grid.longest(profile.widest, room, is_cuda=is_cuda)
             if (
                 profile.max_num_seqs >= max_num_seqs

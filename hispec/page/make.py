@@ -9,9 +9,8 @@ from typing import Any
 from ..errors import ConfigError, cut
 from ..jobs.manifest import load_manifest
 from ..trace.lines import is_ours
-from ..trace.merge import merge
+from ..trace.merge import read_together
 from ..trace.records import Trace
-from ..trace.writer import read_trace
 from ..utils.files import parse_json, write_atomically
 from .bench import bench_section
 from .markup import Html, element, join, make_document
@@ -39,7 +38,7 @@ def write_page(paths: Sequence[Path], target: Path) -> Trace | None:
     """Writes the page of these files, traces as one -> the trace; None if there is none. Raises ConfigError
     for a file that is none of ours, and OSError."""
     traces = [path for path in paths if is_trace(path)]
-    trace = merge([read_trace(path) for path in traces]) if traces else None
+    trace = read_together(traces) if traces else None
     sections: list[Html] = []
     for path in paths:
         if path not in traces:

@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from ..config import Settings
 from ..config.base import Tuple
 from ..errors import ConfigError
-from ..jobs.inputs import local_files
+from ..jobs.inputs import files_read, local_files
 from ..jobs.schema import Job
-from ..utils.files import check_folder, check_target
+from ..utils.files import check_folder, check_targets
 from ..utils.plots import check_matplotlib
 
 Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
@@ -97,24 +97,14 @@ class Targets:
     def check(self, job: Job) -> None:
         """Creates missing folders. Raises ConfigError for files that can't be written, or must not be
         replaced, as the job's own."""
-        read = [*local_files(job.input), *([] if self.job_file is None else [self.job_file])]
-        for flag, path in (
-            ("--json", self.json),
-            ("--write-preset", self.preset),
-            ("--latency", self.latency),
-        ):
-            if path is not None:
-                check_target(flag, path, read)
+        own = [] if self.job_file is None else [self.job_file]
+        check_targets({"--json": self.json, "--write-preset": self.preset}, [*files_read(job), *own])
+        # It may be the profile that the job reads, which is how that comes to be.
+        check_targets({"--latency": self.latency}, [*local_files(job.input), *own])
         if self.preset is not None and self.preset.exists() and not self.overwrite:
             raise ConfigError(
                 f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path"
             )
-        if (
-            self.json is not None
-            and self.preset is not None
-            and self.json.absolute() == self.preset.absolute()
-        ):
-            raise ConfigError(f"--json and --write-preset both name {self.json}; give each a path of its own")
         if self.plots is not None:
             check_folder("--plots", self.plots)
             check_matplotlib("--plots")

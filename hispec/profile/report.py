@@ -75,7 +75,7 @@ def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
         parts, added = f"{calibration['plain_parts_ms']:.2f} ms", f"{calibration['host_ms']:.2f} ms"
         console.print(
             f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are"
-            " added to every round."
+            " the host's of each call, which rounds that run together share."
         )
     best, reason = choose(measured)
     console.print(f"best: {best['plan_text']}, {ratio_text(best)}\n  {reason}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from cache.paged_kv import PagedKV
 from ee_models.exits import Exit
 
-from ..config import Plan, SpeculativeConfig
+from ..config import GoodputConfig, Plan, SpeculativeConfig
 from ..decoding.stages import DecoderLike, PassCounts
 from ..drafters.ngram_table import NgramTable
 from ..latency.model import LatencyModel
@@ -91,13 +91,16 @@ class PlanSpec:
         it is backfilled in one pass before it is read again. Chosen is what the profile says is cheaper
         between two probes of a plan that is not in use."""
         always, fill = f"along/{layer}", f"fill/{layer}"
-        latency, goodput = self.latency, self.speculative.goodput if self.speculative is not None else None
-        if latency is None or goodput is None or goodput.probe_share == 0.0:
+        latency, plan = self.latency, self.speculative
+        if latency is None or plan is None or plan.control != "goodput":
+            return True
+        probe_share = (plan.goodput or GoodputConfig()).probe_share
+        if probe_share == 0.0:
             return True
         if always not in latency or fill not in latency:
             return True
         # Per row, with one token committed per round: more tokens make both cheaper alike.
-        num_rounds = _PROBE_ROUNDS / goodput.probe_share
+        num_rounds = _PROBE_ROUNDS / probe_share
         return num_rounds * latency[always](1, 1, 0.0) <= latency[fill](1, num_rounds, num_rounds)
 
 

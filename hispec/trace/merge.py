@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..errors import ConfigError
 from .lines import is_ours
 from .records import Decision, RequestRecord, Rounds, Trace
+from .writer import read_trace
 
 _TIMES = ("arrival", "admitted", "first_token", "last_token", "finished")
 
@@ -22,6 +24,23 @@ def drop_traces_of_workers(path: Path) -> None:
         number = old.name.removeprefix(f"{path.stem}.").removesuffix(path.suffix)
         if number.isdecimal() and old.is_file() and is_ours(old):
             old.unlink()
+
+
+def read_together(paths: Sequence[Path]) -> Trace:
+    """The traces at `paths` as one. Raises ConfigError for a file that is none, or is named twice, and for
+    those of different models or policies: these are not the workers of one run."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError("a trace is named twice, and would be counted twice; name each once")
+    traces = [read_trace(path) for path in paths]
+    for path, trace in zip(paths, traces, strict=True):
+        for name in ("model", "policy"):
+            first, own = (getattr(each.header, name) for each in (traces[0], trace))
+            if own != first:
+                raise ConfigError(
+                    f"{path} is of {name} {own}, {paths[0]} of {first}: several traces are shown as those of"
+                    " one run's workers; give each run a report of its own"
+                )
+    return merge(traces)
 
 
 def merge(traces: Sequence[Trace]) -> Trace:

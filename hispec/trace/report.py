@@ -54,9 +54,13 @@ def _control(control: Mapping[str, Any] | None) -> str:
     text = (
         f"{control['decisions']} decisions ({reasons}): {control['switches']} switches,"
         f" {control['route_switches']} of them to other tiers; {control['probes']} probes,"
-        f" {control['probes_at_start']} of them at the start ({percent(control['probe_rounds_share'])} of"
-        f" rounds, {percent(control['probe_seconds_share'])} of their seconds)"
+        f" {control['probes_at_start']} of them at the start"
     )
+    if control["probe_rounds_share"] is not None:
+        text += (
+            f" ({percent(control['probe_rounds_share'])} of rounds, {percent(control['probe_seconds_share'])}"
+            " of their seconds)"
+        )
     ratios = control["predicted_to_measured"]
     if ratios["mean"] is not None:
         text += (

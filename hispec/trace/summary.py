@@ -106,7 +106,7 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
         "decisions": len(decisions),
         "reasons": dict(reasons),
         "switches": sum(before.plan != after.plan for before, after in pairs),
-        "route_switches": sum(before.route != after.route for before, after in pairs),
+        "route_switches": sum(before.name != after.name for before, after in pairs),
         "probes": sum(decision.is_probe for decision in decisions),
         "probes_at_start": sum(decision.is_probe and decision.reason == "start" for decision in decisions),
         "probe_rounds_share": rate(_num_rounds(probes), _num_rounds(rounds)),

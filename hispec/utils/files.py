@@ -126,14 +126,25 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_target(flag: str, path: Path, read: Iterable[Path] = ()) -> None:
-    """Creates the folder of a file that is to be written, as an option `flag` says. Raises ConfigError if
-    that cannot be, or must not, since it is one of those that are read."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
-    if path.exists() and any(source.exists() and path.samefile(source) for source in read):
-        raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
-    check_folder(flag, path.parent)
+def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
+    """Creates the folders of files that are to be written, as options say, which are named by their flags;
+    None = not asked for. Raises ConfigError if that cannot be, or must not, since one of them is read, or is
+    another of them."""
+    sources, taken = list(read), dict[Path, str]()
+    for flag, path in targets.items():
+        if path is None:
+            continue
+        if (other := taken.setdefault(path.resolve(), flag)) != flag:
+            raise ConfigError(f"{other} and {flag} both name {path}; give each a path of its own")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
+        if any(path.resolve() == source.resolve() or _is_same(path, source) for source in sources):
+            raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
+        check_folder(flag, path.parent)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def check_folder(flag: str, folder: Path) -> None:

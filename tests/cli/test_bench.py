@@ -57,6 +57,22 @@ def test_bench_finds_an_unwritable_json_file_before_the_work(
     assert "--json: cannot write" in capsys.readouterr().err and not FakeLLM.instances
 
 
+def test_figures_do_not_replace_what_a_bench_reads(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = next(tmp_path.glob("*.jsonl"))
+    preset, profile = tmp_path / "fast.yaml", tmp_path / "profile.json"
+    preset.write_text("model: m\nspeculative:\n  draft: {kind: ngram}\n")
+    profile.write_text('{"best_of_kind": {}}')
+    kept = {path: path.read_bytes() for path in (job, rows, preset, profile)}
+    for path in kept:
+        given = ["--plan", str(preset), "--profile", str(profile), "--json", str(path)]
+        assert main(["bench", str(job), *given]) == 2
+        assert f"--json: {path} is read by this command" in capsys.readouterr().err
+    assert main(["bench", str(job), "--preset", str(preset), "--json", str(preset)]) == 2
+    assert not FakeLLM.instances and all(path.read_bytes() == content for path, content in kept.items())
+
+
 def test_a_bench_that_is_interrupted_leaves_the_json_file_as_it_was(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,22 @@ def test_rows_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch:
     assert "not known" in printed(found) and not FakeLLM.instances[0].requests
 
 
+def test_a_sample_of_which_some_rows_end_in_time_says_what_that_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_soon(number: int) -> None:
+        llm = FakeLLM.instances[0]
+        if len(llm.requests) < llm.most_unfinished == 12:
+            raise module._Late
+
+    monkeypatch.setattr(FakeLLM, "on_step", end_soon)
+    monkeypatch.setattr(FakeLLM, "num_workers", 3)
+    job = make_job(tmp_path, prompts(20), engine={"max_num_seqs": 4})
+    found = dry_run(job, progress=False)
+    assert found.num_tried == 12, "rows of all workers"
+    assert found.sample.num_results < 12 and "others had not ended" in printed(found)
+
+
 def test_a_step_that_waits_for_workers_is_woken_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,9 +128,14 @@ def test_a_profile_that_is_named_must_fit(
     measured: LatencyProfile,
     tmp_path: Path,
     num_measured: list[Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     save(measured, tmp_path / "mine.json")
     assert latency_for(tiny_decoder, [2, 5], exits, **SIZES, path=tmp_path / "mine.json") == measured
+    assert not caplog.records
+    wider = SIZES | {"max_window": 4 * measured.widest}
+    assert latency_for(tiny_decoder, [2, 5], exits, **wider, path=tmp_path / "mine.json") == measured
+    assert f"is of rounds of {measured.widest} positions a row, and plans may have" in caplog.text
     with pytest.raises(ConfigError, match=r"has exits at layers \[2, 5, 7\], but not at \[3\]"):
         latency_for(tiny_decoder, [2, 3, 5], exits, **SIZES, path=tmp_path / "mine.json")
     with pytest.raises(ConfigError, match="at layer 2 of a trained one there, of the model's own head here"):

@@ -21,6 +21,7 @@ from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.errors import ConfigError, build
 from hispec.latency.model import LatencyModel, Linear
+from hispec.runner.plan_spec import Models, PlanSpec
 from hispec.sampling_params import SamplingParams
 from tests.helpers.adapter_engines import PROMPTS, assert_always_accepted
 from tests.helpers.adapters import loaded
@@ -229,6 +230,21 @@ def test_exits_that_were_not_in_use_have_no_holes(
     assert engine.stats()["cached_tokens"] > 0
     assert_always_accepted(engine)
     assert (engine.stats()["caught_up_tokens"] == 0) == is_along
+
+
+def test_which_exits_are_kept_up_is_decided_by_cost_without_settings_of_the_controller_too(
+    tiny_decoder: Decoder,
+) -> None:
+    latency = flat_latency((3,), **{f"{name}/3": Linear(constant_ms=1.0) for name in ("along", "fill")})
+
+    def always_writes(goodput: dict[str, Any] | None) -> bool:
+        fields = {"draft": {"kind": "adapter", "layer": 3}, "control": "goodput", "goodput": goodput}
+        return PlanSpec(
+            Models(tiny_decoder), build(SpeculativeConfig, fields), latency=latency
+        ).always_writes(3)
+
+    assert [always_writes(goodput) for goodput in (None, {}, {"probe_share": 0.02})] == [False] * 3
+    assert always_writes({"probe_share": 0.0})
 
 
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 22])

@@ -339,7 +339,7 @@ def test_what_is_none_of_ours_is_refused(
 def test_targets_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write_rows(tmp_path / "out.jsonl", output_row(0))
     for arguments, message in (
-        (["--html", str(rows)], "is one of the files itself"),
+        (["--html", str(rows)], "is read by this command"),
         (["--html", str(tmp_path / "p"), "--json", str(tmp_path / "j")], "--json is of traces"),
         (["--html", str(tmp_path / "p"), "-o", str(tmp_path / "x.png")], "-o is of traces"),
     ):

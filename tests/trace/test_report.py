@@ -292,6 +292,53 @@ def test_without_matplotlib_it_says_what_to_install(
     assert captured.out == "" and "-o needs matplotlib" in captured.err
 
 
+def test_a_folder_that_may_not_be_written_costs_the_picture_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = goodput_trace(tmp_path / "t")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert main(["report", str(trace)]) == 0
+    captured = capsys.readouterr()
+    assert "101 rounds" in captured.out and f"not drawn: {tmp_path} cannot be written" in captured.err
+
+
+def test_several_traces_are_those_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (goodput_trace(tmp_path / name) for name in "ab")
+    assert main(["report", str(first), str(second)]) == 0
+    assert main(["report", str(first), str(tmp_path / "." / "a")]) == 2
+    assert "a trace is named twice" in capsys.readouterr().err
+    for name in ("model", "policy"):
+        header, _, rest = second.read_bytes().partition(b"\n")
+        other = tmp_path / f"other-{name}"
+        other.write_bytes(json.dumps(json.loads(header) | {name: "another"}).encode() + b"\n" + rest)
+        for more in ([], ["--html", str(tmp_path / "page.html")]):
+            assert main(["report", str(first), str(other), *more]) == 2
+            assert f"is of {name} another" in capsys.readouterr().err
+
+
+def test_a_number_is_another_route_after_a_change_of_plans(tmp_path: Path) -> None:
+    trace = writer(tmp_path / "t", Clock(), ["ngram"])
+    trace.write_decision(decision(NGRAM, route=0, reason="start", previous=None))
+    trace.write_routes(["adapter D=4"])
+    trace.write_decision(decision(NGRAM, route=0, previous=None))
+    trace.close()
+    control = summarize(read_trace(tmp_path / "t"))["control"]
+    assert (control["switches"], control["route_switches"]) == (1, 1)
+
+
+def test_a_file_that_is_written_may_be_named_after_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    trace = goodput_trace(tmp_path / "t")
+    assert main(["report", str(trace), "--json=~/out/t.json", "-o", str(tmp_path / "t.png")]) == 0
+    assert (tmp_path / "home" / "out" / "t.json").is_file() and not (tmp_path / "~").exists()
+    with pytest.raises(SystemExit):
+        main(["report", str(trace), "--json=~nobody-of-that-name/t.json"])
+    assert "in the home folder of nobody here" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("name", ["", ".", "/", "..", "none"])
 def test_what_is_no_file_is_no_trace(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", name]) == 2
@@ -303,10 +350,10 @@ def test_what_must_not_be_written_is_refused(tmp_path: Path, capsys: pytest.Capt
     before = trace.read_bytes()
     (tmp_path / "link.png").symlink_to(trace)
     for options, message in (
-        ([], "-o: .*trace.png is the trace itself"),
-        (["-o", str(tmp_path / "link.png")], "-o: .* is the trace itself"),
+        ([], "-o: .*trace.png is read by this command"),
+        (["-o", str(tmp_path / "link.png")], "-o: .* is read by this command"),
         (["-o", str(tmp_path / "a.pdf")], "is drawn as PNG; give it a name that ends with .png"),
-        (["-o", str(tmp_path / "a.png"), "--json", str(trace)], "--json: .* is the trace itself"),
+        (["-o", str(tmp_path / "a.png"), "--json", str(trace)], "--json: .* is read by this command"),
         (["-o", str(tmp_path / "a.png"), "--json", str(tmp_path / "a.png")], "-o and --json both name"),
         (["-o", str(tmp_path / "a.png"), "--json", str(tmp_path)], "--json: .* is not a regular file"),
         (["-o", str(trace / "a.png")], "-o: cannot write to .*trace.png: it is not a folder; choose"),
