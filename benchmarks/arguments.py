@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 
 def at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return _at_least(1, text)
+
+
+def at_least_zero(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if (value := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def above_zero(text: str) -> float:
+    if not 0.0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    if not 0.0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
     return value
 
 

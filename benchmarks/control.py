@@ -26,15 +26,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.arguments import at_least_one, not_negative
+from benchmarks.command import check_results, exit_code
 from hispec.config import SpeculativeConfig
 from hispec.control.candidates import CAUTIOUS
 from hispec.errors import build
-from hispec.jobs.bench_inputs import TokenIds, good_rows
+from hispec.jobs.bench_inputs import TokenIds, good_rows, token_ids_of
 from hispec.jobs.load import load_job, load_preset
+from hispec.jobs.rows import count_rows
 from hispec.llm import LLM
+from hispec.outputs import RequestOutput
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import busy_text, environment, hardware_text
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import write_json
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GOODPUT = "goodput"
@@ -99,7 +107,7 @@ def closed_loop(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_toke
     """Answers all prompts, `batch_size` at a time."""
     lengths = sizes(max_tokens)
     waiting = deque((f"request-{at}", prompt, next(lengths)) for at, prompt in enumerate(prompts))
-    outputs: dict[str, TokenIds] = {}
+    outputs: dict[str, RequestOutput] = {}
     num_live = 0
     timed: tuple[float, dict[str, Any]] | None = None
     llm.reset_stats()
@@ -111,7 +119,7 @@ def closed_loop(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_toke
             llm.add(prompt, SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True), name)
             num_live += 1
         for output in llm.step():
-            outputs[output.request_id] = output.outputs[0].token_ids
+            outputs[output.request_id] = output
             num_live -= 1
         if timed is None and num_live + len(waiting) < batch_size:
             timed = time.perf_counter() - started, llm.stats()
@@ -121,7 +129,7 @@ def closed_loop(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_toke
         seconds,
         after["tokens"],
         control_share(before, after),
-        [outputs[f"request-{at}"] for at in range(len(prompts))],
+        token_ids_of([outputs[f"request-{at}"] for at in range(len(prompts))]),
     )
 
 
@@ -218,33 +226,42 @@ def print_summary(batch_size: int, result: dict[str, Any]) -> None:
         )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument(
         "--prompts", type=Path, default=CONFIGS / "quickstart_prompts.jsonl", help="rows as of a job's input"
     )
-    parser.add_argument("--limit", type=int, help="use the first N prompts")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--max-tokens", type=int, default=40, help="of a request's output, at most")
+    parser.add_argument("--limit", type=at_least_one, help="use the first N prompts")
+    parser.add_argument("--batch-sizes", type=at_least_one, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--max-tokens", type=at_least_one, default=40, help="of a request's output, at most")
     parser.add_argument(
-        "--least-requests", type=int, default=12, help="requests of a run, at least; 2 B if that is more"
+        "--least-requests",
+        type=at_least_one,
+        default=12,
+        help="requests of a run, at least; 2 B if that is more",
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least_one, default=3)
     parser.add_argument(
         "--warm-up",
-        type=float,
+        type=not_negative,
         default=40.0,
         help="seconds that the controlled plan has to learn at each batch size",
     )
     parser.add_argument("--fixed-only", action="store_true", help="leave the controlled plan out")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.json is not None:
-        check_target("--json", arguments.json)
+    options = parser.parse_args(arguments)
+    return exit_code("control", lambda: run(options))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints, and writes --json -> 1 where an output is not plain decoding's, though it must be."""
+    check_results(arguments)
     measured_on = environment()  # now, so that its load is that of others
     limit = [] if arguments.limit is None else [f"input.limit={arguments.limit}"]
     job = load_job(CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts.absolute()}", *limit])
+    count_rows(job.input)
+    rows = good_rows(job)
     with LLM(
         arguments.model,
         dtype="float32",
@@ -252,7 +269,7 @@ def main() -> int:
         max_model_len=2048,
         enable_prefix_caching=False,
     ) as llm:
-        prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in good_rows(job)]
+        prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
         results = {
             batch_size: summary(measure(llm, prompts, batch_size, arguments))
             for batch_size in arguments.batch_sizes

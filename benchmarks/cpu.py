@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,12 @@ from unittest.mock import patch
 
 import torch
 
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.arguments import at_least_one
+from benchmarks.command import run
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models.attention import select_backend
@@ -33,7 +39,6 @@ from hispec.loading.fetch import resolve_model
 from hispec.loading.target_model import load_decoder
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import environment, peak_memory_bytes
-from hispec.utils.files import check_target, write_json
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -189,15 +194,9 @@ def busy_program() -> Iterator[None]:
         process.wait()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.json is not None:
-        check_target("--json", arguments.json)
-    checkpoint = open_checkpoint(resolve_model(arguments.model))
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError or CheckpointError for a model that cannot be loaded."""
+    checkpoint = open_checkpoint(resolve_model(options.model))
     kinds = {
         "float32": EngineConfig(dtype="float32"),
         "bfloat16": EngineConfig(dtype="bfloat16"),
@@ -210,8 +209,8 @@ def main() -> int:
         result: dict[str, Any] = {
             "environment": environment(),
             "row_invariant": {name: decoder.row_invariant for name, decoder in decoders.items()},
-            "pass_ms": measure_passes(decoders, arguments.repeats),
-            "attention_ms": measure_attention(decoders["float32"], arguments.repeats),
+            "pass_ms": measure_passes(decoders, options.repeats),
+            "attention_ms": measure_attention(decoders["float32"], options.repeats),
             "step": {
                 f"{name}, {rows} rows, {how}": measure_step(decoder, rows, 160, max_run_ms)
                 for rows in (1, 16)
@@ -243,17 +242,26 @@ def main() -> int:
             for name, times in result["attention_ms"].items()
         },
     }
+    return result
+
+
+def print_result(result: dict[str, Any]) -> None:
     beside = {f"{name}, busy": values for name, values in result["step beside a busy program"].items()}
-    tables = {**result["attention_ms"], **passes, **result["step"], **beside}
+    tables = {**result["attention_ms"], **result["pass_ms"], **result["step"], **beside}
     for name, value in (
         *result["environment"].items(),
         *((f"{name}: {of}", value) for name, values in tables.items() for of, value in values.items()),
         *result["figures"].items(),
     ):
         print(f"{name:75s} {value if isinstance(value, (str, int)) or value is None else f'{value:.3f}'}")
-    if arguments.json:
-        write_json(arguments.json, result)
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--repeats", type=at_least_one, default=15)
+    parser.add_argument("--json", type=Path)
+    return run("cpu", parser.parse_args(arguments), measure, print_result)
 
 
 if __name__ == "__main__":

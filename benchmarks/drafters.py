@@ -17,7 +17,6 @@ given the right token. It says how often the exit would have to be right for the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +28,16 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.recorded import PASSES_ALONE, memory_bound, record_rows
+from benchmarks.arguments import at_least_one
+from benchmarks.command import check_results, exit_code
+from benchmarks.recorded import PASSES_ALONE, check_three_tiers, memory_bound, record_rows
 from hispec.config import NgramConfig, SpeculativeConfig
+from hispec.errors import ConfigError, build
 from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.inputs import files_read
 from hispec.jobs.load import load_job
-from hispec.latency.model import LatencyModel
+from hispec.jobs.rows import count_rows
+from hispec.latency.model import LatencyModel, stage_names
 from hispec.latency.profile_file import StageCost
 from hispec.llm import LLM
 from hispec.profile.candidates import find_candidates
@@ -43,19 +47,34 @@ from hispec.profile.predict import Calibration, Prediction, Predictor, best_of_e
 from hispec.profile.recording import NOTHING, Recording, Said
 from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import parse_json, write_json
 
 LOOKUP = NgramConfig(min_size=2, match_confidence=None)  # of those that plans use
 WANTED = 1.05  # three tiers over two
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
 
 
+def read_profile(path: Path) -> tuple[PassTimes, Calibration]:
+    """Costs of passes and host time in a file of `hispec profile --json`. Raises ConfigError."""
+    try:
+        return measured(parse_json(path.read_bytes()))
+    except OSError as error:
+        raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--profile: {path} is not what this version's `hispec profile --json` writes"
+            f" ({type(error).__name__}: {error}); make it anew"
+        ) from None
+
+
 def measured(result: Mapping[str, Any]) -> tuple[PassTimes, Calibration]:
     """Costs of passes and host time of a profile's result."""
-    costs = result["costs"]
-    stages = {name: StageCost(**each).cost for name, each in costs["stages"].items()}
+    costs, host_ms = result["costs"], float(result["calibration"]["host_ms"])
+    stages = {
+        name: build(StageCost, each, f"costs.stages.{name}").cost for name, each in costs["stages"].items()
+    }
     latency = LatencyModel(stages, costs["is_static"], tuple(costs["row_buckets"]))
-    times, host_ms = PassTimes(latency, costs["context_len"]), result["calibration"]["host_ms"]
+    times = PassTimes(latency, int(costs["context_len"]))
     return times, Calibration(1, None, times.one_each(["plain"], 1), host_ms, 0.0)
 
 
@@ -82,29 +101,36 @@ def best(predictions: Sequence[Prediction], wanted: Callable[[SpeculativeConfig]
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
     parser.add_argument(
         "--profile", type=Path, help="what `hispec profile --json` wrote: passes cost what it measured"
     )
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-tokens", type=at_least_one, default=64)
+    parser.add_argument("--limit", type=at_least_one)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.json is not None:
-        check_target("--json", arguments.json)
+    options = parser.parse_args(arguments)
+    return exit_code("drafters", lambda: run(options))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Counts, prints, and writes --json."""
     job = load_job(arguments.job, [] if arguments.limit is None else [f"input.limit={arguments.limit}"])
+    check_results(arguments, read=files_read(job))
+    profile = None if arguments.profile is None else read_profile(arguments.profile)
+    count_rows(job.input)
     rows = good_rows(job)
     with LLM(job.model, **{**job.engine.model_dump(), "max_num_seqs": 16}) as llm:
         candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(), candidates, None)
+        check_three_tiers(job.model, candidates, plans)
+        times, calibration = profile or (memory_bound(llm.decoder, candidates.exits), PASSES_ALONE)
+        if profile is not None:
+            times.one_each(stage_names(candidates.layers, (), False), 1)  # a profile of these exits
         sampling = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
         recording = record_rows(llm, rows, candidates, plans, sampling)
-        times, calibration = memory_bound(llm.decoder, candidates.exits), PASSES_ALONE
         num_layers = llm.decoder.config.num_layers
-    if arguments.profile is not None:
-        times, calibration = measured(json.loads(arguments.profile.read_text()))
 
     def predictor(of: Recording) -> Predictor:
         return Predictor(of, times, calibration, 1, num_layers)
@@ -185,7 +211,6 @@ def main() -> int:
         )
     if arguments.json is not None:
         write_json(arguments.json, result)
-    return 0
 
 
 if __name__ == "__main__":

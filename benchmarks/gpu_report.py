@@ -21,6 +21,7 @@ sys.path.insert(
 from benchmarks.gpu_parts.run import BENCHMARK, FIGURES, SYNTHETIC, figure_rows
 from benchmarks.markdown import table
 from hispec.utils.environment import hardware_text
+from hispec.utils.files import write_atomically
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 _WIDTH = 110
@@ -301,10 +302,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else f"[{chosen.result.name}](../benchmarks/results/{chosen.result.name})"
         )
         document = written(chosen.docs.read_text(encoding="utf-8"), lines_of(result, source))
+        write_atomically(chosen.docs, document.encode())
     except (ReportError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    chosen.docs.write_text(document, encoding="utf-8")
     return 0
 
 

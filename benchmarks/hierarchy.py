@@ -35,14 +35,14 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
+from benchmarks.command import check_results, exit_code
 from benchmarks.hierarchy_plans import best_of_kinds, plans_tuned
 from benchmarks.hierarchy_ratios import Totals, claims, compared
 from benchmarks.hierarchy_tables import print_agreement, print_counted, print_measured
 from benchmarks.hierarchy_timing import Prompts, measure
-from benchmarks.recorded import PASSES_ALONE, memory_bound, prompts_of, record_rows
-from ee_models.errors import CheckpointError
+from benchmarks.recorded import PASSES_ALONE, check_three_tiers, memory_bound, prompts_of, record_rows
 from hispec.config import SpeculativeConfig
-from hispec.errors import ConfigError, HiSpecError, build, shown
+from hispec.errors import ConfigError, build, shown
 from hispec.jobs.bench import BenchOptions
 from hispec.jobs.bench_inputs import good_rows, task_of
 from hispec.jobs.bench_runs import make_groups
@@ -58,7 +58,7 @@ from hispec.profile.results import agreement
 from hispec.profile.timed_runs import check_served
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import environment, hardware_text, watch_others
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import write_json
 
 RECORDED_ROWS = 16
 NUMBERS = "dtype", "quantization", "exact_verify"  # settings of the engine that decide the model's numbers
@@ -81,7 +81,8 @@ def text_of(row: Row) -> str:
     """What a prompt says, whether it is text or a conversation, without its layout."""
     content = row.input
     if content.messages is not None:
-        text = "\n".join(message.content for message in content.messages)
+        # None is said where an assistant only calls tools.
+        text = "\n".join(message.content or "" for message in content.messages)
     else:
         text = str(row.prompt)
     return " ".join(text.split())
@@ -157,11 +158,7 @@ def record_and_count(
     with LLM(job.model, max_num_seqs=rows, **numbers) as llm:
         candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(drafters=drafters), candidates, None)
-        if all(plan.check is None for plan in plans):
-            raise ConfigError(
-                f"{job.model}: its exits, at {candidates.layers}, leave no room for a check tier; three tiers"
-                " need one at layer 2 or above"
-            )
+        check_three_tiers(job.model, candidates, plans)
         check_served(llm, prompts_of(llm, [*tune, *held_out]), sampling)
         tuning = record_rows(llm, tune, candidates, plans, sampling)
         recording = record_rows(llm, held_out, candidates, plans, sampling)
@@ -179,7 +176,7 @@ def record_and_count(
     return found, tuning, recording, plans
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> None:
     """Measures, prints, and writes --json after each part."""
     sizes = dict.fromkeys(arguments.batch_size)
     each_options = [
@@ -195,8 +192,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         for size in sizes
     ]
-    if arguments.json is not None:
-        check_target("--json", arguments.json)
+    check_results(arguments)
     numbers = {name: getattr(arguments, name) for name in NUMBERS}
     tune_job, job = (
         make_job(arguments.model, path, **numbers, **GRAPHS) for path in (arguments.tune, arguments.prompts)
@@ -237,7 +233,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         result["measured"][size] = measure(job, options, tune_on, compare_on, plans)
         keep()
         print_measured(size, result["measured"][size], result["environment"])
-    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,12 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", help="as engine.quantization of a job (default: none)")
     parser.add_argument("--no-timing", action="store_true", help="count rounds alone; nothing is timed")
     parser.add_argument("--json", type=Path, help="write everything, after each part")
-    try:
-        run(parser.parse_args(arguments))
-    except (HiSpecError, CheckpointError) as error:
-        print(f"hierarchy: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parser.parse_args(arguments)
+    return exit_code("hierarchy", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
+from benchmarks.arguments import at_least_one
+from benchmarks.command import check_results, exit_code
 from benchmarks.gpu_parts.engines import make_engine
 from benchmarks.gpu_parts.shapes import TINY_SHAPES
 from benchmarks.gpu_parts.subjects import random_decoder
@@ -37,7 +39,7 @@ from hispec.runner.plan_runtime import PlanRuntime
 from hispec.runner.round_output import pack, unpack
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import busy_text, environment, hardware_text, watch_others
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import write_json
 
 PLANS: dict[str, SpeculativeConfig | None] = {
     "plain": None,
@@ -133,12 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rows", type=at_least_one, default=128)
+    parser.add_argument("--rounds", type=at_least_one, default=200)
     parser.add_argument("--out", type=Path, help="file of the JSON; none: only printed")
     chosen = parser.parse_args(arguments)
-    if chosen.out is not None:
-        check_target("--out", chosen.out)
+    return exit_code("host_cost", lambda: run(chosen))
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Measures, prints, and writes --out."""
+    check_results(chosen, ("--out",))
     others = watch_others()
     values = environment()
     shape = TINY_SHAPES["Llama-3-8B"].config
@@ -160,7 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{busy}: only the least of each means something")
     if chosen.out is not None:
         write_json(chosen.out, result)
-    return 0
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import run
 from benchmarks.markdown import table
 from hispec.jobs.runner import run_job
 from hispec.jobs.schema import Job
 from hispec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hispec.utils.environment import environment, hardware_text, watch_others
-from hispec.utils.files import check_target, write_json
 
 LEFT_OUT = 1000  # rows that --resume takes off the output
 TEXT = "words of an answer. " * 10
@@ -102,16 +102,7 @@ def resident_bytes() -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=at_least_one, default=1_000_000)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        check_target("--json", options.json)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     module = types.ModuleType("hispec.llm")
     module.LLM = StandIn  # type: ignore[attr-defined]
     sys.modules["hispec.llm"] = module
@@ -140,10 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report = run_job(job)
             result["resumed_rows"] = report.resumed
             result["seconds_to_resume"] = (StandIn.last.first_s or 0.0) - started
-    print_result(result)
-    if options.json is not None:
-        write_json(options.json, result)
-    return 0
+    return result
 
 
 def make_job(folder: Path, num_rows: int) -> Job:
@@ -172,6 +160,16 @@ def print_result(result: dict[str, Any]) -> None:
             [f"seconds to go on after {result['resumed_rows']:,} rows", f"{result['seconds_to_resume']:.1f}"]
         )
     print(*table(["", ""], lines), sep="\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=at_least_one, default=1_000_000)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return run("job_rows", parser.parse_args(arguments), measure, print_result)
 
 
 if __name__ == "__main__":

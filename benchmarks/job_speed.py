@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ sys.path.insert(
 from benchmarks.arguments import at_least_one, make_parser
 from benchmarks.command import run
 from benchmarks.markdown import table
+from benchmarks.recorded import prompts_of
 from hispec import LLM
 from hispec.errors import ConfigError, build
-from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.bench_inputs import good_rows, token_ids_of
 from hispec.jobs.rows import count_rows
 from hispec.jobs.runner import run_job
 from hispec.jobs.schema import Job
+from hispec.profile.timed_runs import check_served
 from hispec.utils.environment import environment, hardware_text, watch_others
 
 
@@ -42,11 +45,11 @@ class Shared(LLM):
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError or CheckpointError."""
+    """Raises ConfigError, CheckpointError, or RequestError with the prompts that cannot be served."""
     runs: dict[str, list[float]] = {"LLM.generate": [], "job": []}
     engine = {"quantization": options.quantization, "max_num_seqs": options.batch_size}
     measured_on, others = environment(), watch_others()  # now, so that its load is that of others
-    with tempfile.TemporaryDirectory(prefix="hispec-job-speed-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hispec-job-speed-") as folder, ExitStack() as stack:
         values = {
             "model": options.model,
             # Else the second turn would find the first one's prompts.
@@ -65,6 +68,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         prompts: list[Any] = [row.prompt for row in rows]
         sampling = [row.sampling for row in rows]
         llm = Shared(job.model, **job.engine.model_dump())
+        stack.callback(LLM.close, llm)
+        check_served(llm, prompts_of(llm, rows), rows[0].sampling)
         generate = llm.chat if rows[0].is_chat else llm.generate
         object.__setattr__(job, "make_llm", lambda **_: llm)  # a job loads its own
         generate(prompts[: options.batch_size], sampling[: options.batch_size])  # to warm up
@@ -74,10 +79,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 if name == "job":
                     num_tokens = run_job(job).timed.completion_tokens
                 else:
-                    outputs = generate(prompts, sampling)
-                    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                    num_tokens = sum(map(len, token_ids_of(generate(prompts, sampling))))
                 runs[name].append(num_tokens / (time.perf_counter() - started))
-        LLM.close(llm)
     return {
         "benchmark": "job_speed",
         "environment": measured_on | {"others": others()},

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import check_results, exit_code
 from benchmarks.gpu_parts.subjects import random_decoder, shape
 from benchmarks.kernel_counter import BETWEEN, ROUND, KernelCounter, as_on_a_gpu, on_triton
 from benchmarks.markdown import table
@@ -30,7 +31,7 @@ from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.errors import build
 from hispec.sampling_params import SamplingParams
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import write_json
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=64)
@@ -139,11 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", metavar="PLAN", help="name the kernels of this plan, by stage, instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    if args.json is not None:
-        check_target("--json", args.json)
-    chosen = {name: each for name, each in plans(args.layers).items() if args.names in (None, name)}
-    if not chosen:
+    if args.names not in (None, *plans(args.layers)):
         parser.error(f"--names {args.names!r} must be one of {', '.join(plans(args.layers))}")
+    return exit_code("kernel_counts", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Counts, prints, and writes --json."""
+    check_results(args)
+    chosen = {name: each for name, each in plans(args.layers).items() if args.names in (None, name)}
     counts = {
         (plan, way): count(values, args.layers, params, args.rows)
         for plan, values in chosen.items()
@@ -158,7 +163,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         result = [{"plan": plan, "choice": way, **asdict(each)} for (plan, way), each in counts.items()]
         write_json(args.json, result)
-    return 0
 
 
 if __name__ == "__main__":

@@ -46,19 +46,19 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import check_results, exit_code
 from benchmarks.markdown import table
 from benchmarks.peers_engines import ENGINES, MODEL, EngineError, Setup, TokenIds, make_q8_0
 from benchmarks.peers_workers import SPAWN, Run, Worker
-from ee_models.errors import CheckpointError
 from hispec.config import SpeculativeConfig
-from hispec.errors import ConfigError, HiSpecError, build
+from hispec.errors import ConfigError, build
 from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.load import load_preset
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
 from hispec.utils.console import make_bar
 from hispec.utils.environment import busy_text, environment, hardware_text
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import write_json
 
 # The engines' processes import this module: what loads torch is imported in functions.
 
@@ -224,8 +224,7 @@ def cell(value: float | None, unit: float, decimals: int) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures, prints, and writes --json after each batch size."""
-    if arguments.json is not None:
-        check_target("--json", arguments.json)
+    check_results(arguments)
     sizes, names = (
         list(dict.fromkeys(arguments.batch_size)),
         installed(list(dict.fromkeys(arguments.engines))),
@@ -273,12 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME")
     parser.add_argument("--plan", type=Path, default=PLAN, help="a preset with `speculative`")
     parser.add_argument("--json", type=Path, help="write the result, after each batch size")
-    try:
-        run(parser.parse_args(arguments))
-    except (HiSpecError, CheckpointError) as error:
-        print(f"peers_cpu: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parser.parse_args(arguments)
+    return exit_code("peers_cpu", lambda: run(options))
 
 
 if __name__ == "__main__":

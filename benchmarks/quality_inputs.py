@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from benchmarks.json_rows import rows_of, text_in
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.training.examples import Example
 from hispec.config import EngineConfig
@@ -20,7 +20,6 @@ from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import InputConfig, Job, OutputConfig
 from hispec.loading.target_model import open_model
 from hispec.prompts import encode_prompt
-from hispec.utils.files import parse_json
 
 # A minus sign, not the one between two numbers; thousands with or without commas.
 NUMBER = re.compile(
@@ -102,31 +101,8 @@ def final_number(text: str) -> Decimal | None:
 
 def texts_of(path: Path, fields: Sequence[str], limit: int | None) -> Iterator[tuple[str, list[str]]]:
     """(where, texts of `fields`) of the first `limit` rows. Raises ConfigError for what cannot be read."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; mend the path") from None
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ConfigError(f"{path} has no rows; it needs one JSON object with {' and '.join(fields)} a line")
-    for number, line in numbered[:limit]:
-        where = f"{path}, line {number}"
-        try:
-            row = parse_json(line)
-            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no character
-        except ValueError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}; mend the row") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}: must be a JSON object, got {shown(row)}; mend the row")
-        for field in fields:
-            if field not in row:
-                raise ConfigError(f"{where}: has no field {field!r}, only {', '.join(row)}; mend the row")
-            text = row[field]
-            if not (isinstance(text, str) and text.strip()):
-                raise ConfigError(
-                    f"{where}: {field!r} must be a non-empty string, got {shown(text)}; mend the row"
-                )
-        yield where, [row[field].strip() for field in fields]
+    for where, row in rows_of(path, fields, limit):
+        yield where, [text_in(where, row, field).strip() for field in fields]
 
 
 def questions_of(models: Models, path: Path, limit: int | None) -> list[Prompt]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.config import SpeculativeConfig
+from hispec.errors import ConfigError
 from hispec.jobs.bench_inputs import TokenIds, generate, task_of
 from hispec.jobs.rows import Row
 from hispec.latency.model import LatencyModel, Linear
@@ -36,6 +37,15 @@ def memory_bound(decoder: Decoder, exits: Sequence[AdapterExit]) -> PassTimes:
     for at, of_exit in heads.items():
         costs |= {f"draft/{at}": at * layer + of_exit, f"fill/{at}": at * layer, f"shadow/{at}": of_exit}
     return PassTimes(LatencyModel({name: Linear(constant_ms=cost) for name, cost in costs.items()}), 0)
+
+
+def check_three_tiers(model: str, candidates: Candidates, plans: Sequence[SpeculativeConfig]) -> None:
+    """Raises ConfigError if none of the plans has a check tier."""
+    if all(plan.check is None for plan in plans):
+        raise ConfigError(
+            f"{model}: its exits, at {candidates.layers}, leave no room for a check tier; three tiers need"
+            " one at layer 2 or above"
+        )
 
 
 def prompts_of(llm: LLM, rows: Sequence[Row]) -> list[TokenIds]:

@@ -40,6 +40,7 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import check_results, exit_code
 from benchmarks.markdown import table
 from benchmarks.soak_clients import Client, Tally
 from hispec import LLM
@@ -49,7 +50,7 @@ from hispec.serving.async_engine import AsyncEngine
 from hispec.serving.run import listen
 from hispec.serving.server_config import ServerConfig
 from hispec.utils.environment import environment, hardware_text
-from hispec.utils.files import write_json
+from hispec.utils.files import write_atomically, write_json
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 256,
@@ -236,13 +237,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    return exit_code("serve_soak", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints, and writes --json and --markdown -> 1 where something failed."""
+    check_results(options, ("--json", "--markdown"))
     result = measure(options)
     lines = markdown(result)
     print(*lines, sep="\n")
     if options.json is not None:
         write_json(options.json, result)
     if options.markdown is not None:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_atomically(options.markdown, ("\n".join(lines) + "\n").encode())
     for each in result["failures"]:
         print(f"serve_soak: {each}", file=sys.stderr)
     return 1 if result["failures"] else 0

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,19 +33,21 @@ sys.path.insert(
 from benchmarks.arguments import at_least_one, make_parser
 from benchmarks.command import run
 from benchmarks.markdown import table
-from hispec import LLM
+from benchmarks.recorded import prompts_of
+from hispec import LLM, SamplingParams
 from hispec.errors import ConfigError, build
-from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.bench_inputs import good_rows, token_ids_of
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
-from hispec.utils.environment import environment, hardware_text, watch_others
+from hispec.profile.timed_runs import check_served
+from hispec.utils.environment import environment, hardware_text
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATE, STREAMS, WHOLE = "LLM.generate", "serve, streams", "serve, whole answers"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError or CheckpointError."""
+    """Raises ConfigError, CheckpointError, or RequestError with the prompts that cannot be served."""
     given = {"model": options.model, "input": {"path": options.prompts, "limit": options.limit}}
     job = build(Job, given | {"output": {"path": "unused"}})
     count_rows(job.input)
@@ -54,10 +56,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--prompts: {options.prompts} has conversations and other prompts; one kind each")
     engine: dict[str, Any] = {"max_num_seqs": options.streams, "enable_prefix_caching": False}
     engine["quantization"] = options.quantization
-    sampling = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
     runs: dict[str, list[float]] = {GENERATE: [], STREAMS: [], WHOLE: []}
-    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
-    with LLM(options.model, **engine) as llm, server(options.model, engine) as url:
+    # Before anything is loaded, so that its load is that of others. No `others` follow: `watch_others` takes
+    # off the time of this process alone, and would count the server among other programs.
+    measured_on = environment()
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(options.model, **engine))
+        check_served(llm, prompts_of(llm, rows), SamplingParams(**sampling))
+        url = stack.enter_context(server(options.model, engine))
         generate = llm.chat if rows[0].is_chat else llm.generate
         prompts: list[Any] = [row.prompt for row in rows]
         bodies = [body_of(row.prompt, row.is_chat, sampling) for row in rows]
@@ -68,6 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 started = time.perf_counter()
                 if name == GENERATE:
                     outputs = generate(prompts, sampling, use_tqdm=False)
+                    token_ids_of(outputs)  # raises for those that failed
                     found = [output.outputs[0].text for output in outputs]
                 else:
                     ask = ask_all(url + path, bodies, options.streams, is_stream=name == STREAMS)
@@ -79,7 +87,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     runs[name].append(len(rows) * options.max_tokens / seconds)
     return {
         "benchmark": "serve_speed",
-        "environment": measured_on | {"others": others()},
+        "environment": measured_on,
         "prompts": len(rows),
         "options": {"model": options.model, "max_tokens": options.max_tokens} | engine,
         "tokens_per_s": runs,
@@ -141,7 +149,8 @@ async def ask_all(url: str, bodies: Sequence[dict[str, Any]], clients: int, is_s
                     texts[at] = "".join([piece async for piece in read_stream(url, bodies[at])])
                 else:
                     whole = await client.post(url, json=bodies[at])
-                    whole.raise_for_status()
+                    if whole.status_code != 200:
+                        raise ConfigError(f"the server answered {whole.status_code} {whole.reason_phrase}")
                     texts[at] = text_of(whole.json()["choices"][0])
 
         await asyncio.gather(*(ask() for _ in range(clients)))

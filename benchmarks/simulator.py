@@ -30,10 +30,19 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.arguments import above_zero, at_least_one
+from benchmarks.command import check_results, exit_code
 from hispec.config import SchedulingConfig, SpeculativeConfig
 from hispec.errors import build
 from hispec.jobs.bench_inputs import TokenIds, good_rows
+from hispec.jobs.inputs import files_read
 from hispec.jobs.load import load_job
+from hispec.jobs.rows import Row, count_rows
+from hispec.jobs.schema import Job
 from hispec.latency.fit import Point, fit
 from hispec.latency.model import Linear
 from hispec.llm import LLM
@@ -45,7 +54,7 @@ from hispec.simulate.row_state import T_ROUND_S, T_ROUNDS
 from hispec.simulate.run import Experiment
 from hispec.trace.writer import read_trace
 from hispec.utils.environment import busy_text, environment, hardware_text
-from hispec.utils.files import check_target, write_json
+from hispec.utils.files import write_json
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4
@@ -57,17 +66,23 @@ PLANS: dict[str, SpeculativeConfig | None] = {"plain": None, "lookup": build(Spe
 WARM_UP = 4  # requests, one after the other, whose times do not count
 
 
-def main() -> None:
-    arguments = _arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    return exit_code("simulator", lambda: run(options))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures, prints, and writes --json."""
     job = load_job(
         CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts}"] if arguments.prompts else []
     )
-    if arguments.json is not None:
-        check_target("--json", arguments.json)
+    check_results(arguments, read=files_read(job))
+    count_rows(job.input)
+    rows = good_rows(job)
     about, results = environment(), []
     for name, rate in itertools.product(arguments.plans, arguments.rate):
         with tempfile.TemporaryDirectory() as folder:
-            result = {"plan": name, "rate": rate} | compare(job, name, rate, Path(folder), arguments)
+            result = {"plan": name, "rate": rate} | compare(job, rows, name, rate, Path(folder), arguments)
         results.append(result)
         rounds = [
             result[key] for key in ("engine_rounds", "simulated_rounds", "simulated_rounds_without_drift")
@@ -86,10 +101,12 @@ def main() -> None:
         write_json(arguments.json, {"results": results, "environment": about})
 
 
-def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    job: Job, rows: Sequence[Row], name: str, rate: float, folder: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Mean and p90 latency of both, after the warm-up."""
     trace = folder / "trace.jsonl"
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": "float32",
         "max_num_seqs": arguments.rows,
         "max_model_len": 1024,
@@ -98,7 +115,7 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
     }
     scheduling = SchedulingConfig(policy=arguments.policy)
     with LLM(job.model, speculative=PLANS[name], scheduling=scheduling, **settings) as llm:
-        prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in good_rows(job)]
+        prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
         points = points_of(llm, arguments.rows)
         serve(llm, prompts, rate, arguments)
         points += points_of(llm, arguments.rows)
@@ -186,7 +203,7 @@ def simulated(
     return latencies[WARM_UP:], int(run.totals[T_ROUNDS]), float(run.totals[T_ROUND_S])
 
 
-def _arguments() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -194,16 +211,16 @@ def _arguments() -> argparse.Namespace:
         "--prompts", type=Path, metavar="FILE.jsonl", help="rows with prompts (default: the quickstart's)"
     )
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
-    parser.add_argument("--requests", type=int, default=40, metavar="N")
+    parser.add_argument("--requests", type=at_least_one, default=40, metavar="N")
     parser.add_argument(
-        "--rate", type=float, nargs="+", default=[0.5], metavar="R", help="requests per second"
+        "--rate", type=above_zero, nargs="+", default=[0.5], metavar="R", help="requests per second"
     )
-    parser.add_argument("--rows", type=int, default=4, metavar="N", help="max_num_seqs")
-    parser.add_argument("--max-tokens", type=int, default=48, metavar="N")
+    parser.add_argument("--rows", type=at_least_one, default=4, metavar="N", help="max_num_seqs")
+    parser.add_argument("--max-tokens", type=at_least_one, default=48, metavar="N")
     parser.add_argument("--policy", default="fcfs", choices=["fcfs", "sjf", "mlfq", "laps"])
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,10 +31,10 @@ from benchmarks.command import run
 from benchmarks.markdown import table
 from hispec.config import EngineConfig
 from hispec.errors import ConfigError, build
-from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.bench_inputs import generate, good_rows
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
-from hispec.utils.environment import environment, hardware_text, watch_others
+from hispec.utils.environment import environment, hardware_text
 from hispec.utils.memory import proportional_bytes
 
 ONE = "one process"
@@ -58,31 +58,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             f" more, and one of each for each of {number}"
         )
     rows = -(-options.batch_size // number)
-    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
+    # Before anything is loaded, so that its load is that of others. No `others` follow: `watch_others` takes
+    # off the time of this process alone, and would count the workers among other programs.
+    measured_on = environment()
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     with LLM(options.model, workers=number, max_num_seqs=rows, **settings) as workers:
         assert isinstance(workers.engine, WorkerPool)
         token_ids = [workers.encode(prompt, chat=is_chat) for prompt, is_chat in prompts]
-        workers.generate(token_ids, params, use_tqdm=False)  # to warm up, and to touch memory
+        generate(workers, token_ids, params)  # to warm up, and to touch memory
         pids = {"parent": os.getpid(), **workers.engine.pids()}
         memory = {
             "of_processes": {name: proportional_bytes(pid) for name, pid in pids.items()},
             **workers.memory(),
         }
         with LLM(options.model, max_num_seqs=options.batch_size, **settings) as one:
-            one.generate(token_ids[: options.batch_size], params, use_tqdm=False)
+            generate(one, token_ids[: options.batch_size], params)
             order = [(ONE, one), (f"{number} workers", workers)]
             runs: dict[str, list[float]] = {name: [] for name, _ in order}
             for _ in range(options.repeats):
                 for name, llm in order:
                     start = time.perf_counter()
-                    outputs = llm.generate(token_ids, params, use_tqdm=False)
-                    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                    num_tokens = sum(map(len, generate(llm, token_ids, params)))
                     runs[name].append(num_tokens / (time.perf_counter() - start))
                 order.reverse()
     return {
         "benchmark": "threads_cpu",
-        "environment": measured_on | {"others": others()},
+        "environment": measured_on,
         "prompts": len(prompts),
         "workers": number,
         "options": {

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -50,7 +51,10 @@ def main() -> None:
     )
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the environment")
     parser.add_argument(
-        "--environment", metavar="FOLDER", type=Path, help="where; default: one that is removed"
+        "--environment",
+        metavar="FOLDER",
+        type=lambda name: Path(name).resolve(),  # commands run in other folders than this one
+        help="where; default: one that is removed",
     )
     parser.add_argument(
         "--lowest", action="store_true", help="install the oldest releases that setup.py allows"
@@ -59,12 +63,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)
-        python = environment(options.environment or work / "environment", options.python)
+        folder = options.environment or work / "environment"
+        python = environment(folder, options.python)
         pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
-        source = work / "source"  # what an earlier build left in the checkout must not get into the wheel
-        shutil.copytree(
-            ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
-        )
+        source = work / "source"
+        shutil.copytree(ROOT, source, ignore=left_out(folder))
         run(pip, "wheel", "--no-deps", "--wheel-dir", work / "wheel", source)
         (wheel,) = (work / "wheel").glob("hispec-*.whl")
         pins = [*(lowest_pins() if options.lowest else []), *options.require]
@@ -80,6 +83,17 @@ def main() -> None:
     versions = {entry["name"]: entry["version"] for entry in json.loads(report.stdout)}
     named = ("torch", "transformers", "tokenizers", "numba", "numpy", "pydantic")
     print("the wheel works with", ", ".join(f"{name} {versions[name]}" for name in named))
+
+
+def left_out(folder: Path) -> Callable[[str, list[str]], set[str]]:
+    """For copytree: what an earlier build left in the checkout, which must not get into the wheel, and
+    `folder`."""
+    by_name = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        return {*by_name(place, names), *(name for name in names if Path(place, name).resolve() == folder)}
+
+    return ignored
 
 
 def environment(folder: Path, python: str) -> Path:

@@ -212,9 +212,9 @@ def latency_for(
     path: str | Path | None = None,
     progress: bool = True,
 ) -> LatencyProfile:
-    """The profile at `path`, which must fit, but for rounds wider than its own; without a path the one that is
-    kept for this model on this machine, which is measured first if there is none, or if it does not fit any
-    more. As `measure_latency`; raises ConfigError."""
+    """The profile at `path`, which must fit, but for rounds wider than its own; without a path the one that
+    is kept for this model on this machine, which is measured first if there is none, or if it does not fit
+    any more. As `measure_latency`; raises ConfigError."""
     expected = subject_of(decoder, layers, exits, draft_model)
     room, is_cuda = _room(decoder, draft_model), decoder.device.type == "cuda"
     wanted = Grid.widest(max_window, room, is_cuda=is_cuda)

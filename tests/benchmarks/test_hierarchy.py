@@ -207,6 +207,21 @@ def test_prompts_that_plans_are_tuned_on_are_refused(
     assert "1 of 2 prompts are also in --tune, the first in line 2 (there in line 1): 'hello there'" in error
 
 
+def test_a_turn_that_only_calls_a_tool_says_nothing(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "hello  there"}]
+    (tmp_path / "rows").write_text(json.dumps({"messages": turns}) + "\n")
+    assert hierarchy.main(["nowhere", *files[:3], str(tmp_path / "rows")]) == 2
+    assert "1 of 1 prompts are also in --tune" in capsys.readouterr().err
+
+
+def test_the_prompts_are_not_written_over(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert hierarchy.main(["nowhere", *files, "--json", files[1]]) == 2
+    assert "--json: " in (error := capsys.readouterr().err) and "is read by this command" in error
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

@@ -33,6 +33,7 @@ def test_both_ways_are_measured_and_told(
     assert list(runs) == ["one process", "2 workers"] and result["prompts"] == 4
     assert all(len(each) == 2 and min(each) > 0 for each in runs.values())
     assert len(result["memory"]["of_processes"]) == 4 and result["memory"]["weights_bytes"] > 0
+    assert "load" in result["environment"] and "others" not in result["environment"], "workers are none"
     printed = capsys.readouterr().out
     assert "| one process | " in printed and "| 2 workers | " in printed and "| 1.00 |" in printed
 
