@@ -18,8 +18,8 @@ Both files are inputs of jobs, as benchmarks/prompts.py writes them, and share n
    speed that the machine has meanwhile (passes through the whole model, timed between turns), stands beside
    what came out.
 
-"Best" is what the tuning prompts say. Figures are means over tasks, and intervals hold 95 % of bootstrap
-means over prompts (batches, where these run together), drawn task by task: a task with a single one has none.
+"Best" is what the tuning prompts say. Figures are means over tasks, and intervals are bootstrap ones of 95 %
+over prompts (batches, where these run together), drawn task by task: a task with a single one has none.
 """
 
 from __future__ import annotations

@@ -35,14 +35,20 @@ def mean_ratio(tasks: Sequence[Paired]) -> float:
     )
 
 
-def ratio_interval(tasks: Sequence[Paired], *, seed: int = 0) -> tuple[float, float] | None:
+def ratio_interval(tasks: Sequence[Paired]) -> tuple[float, float] | None:
+    """As `_bootstrap_interval`, of a ratio of speeds: none is below 0, however little is known."""
+    interval = _bootstrap_interval(tasks)
+    return None if interval is None else (max(0.0, interval[0]), interval[1])
+
+
+def _bootstrap_interval(tasks: Sequence[Paired], *, seed: int = 0) -> tuple[float, float] | None:
     """Bootstrap interval of `mean_ratio`, 95 %.
 
     Prompts are drawn with replacement within each task, the two ways of decoding together, so that what a
     prompt's length or the machine's drift does to both cancels out. Drawn so, n of them vary less than n new
     ones, by (n - 1) / n, and how much a few vary is not known well: percentiles alone would hold the mean of
-    seven tasks of two prompts in 78 % of cases. So deviations are widened by both, the latter by Student's t,
-    as if all tasks varied alike. None where some task has a single prompt: it would not vary.
+    seven tasks of two prompts in three quarters of cases. So deviations are widened by both, the latter by
+    Student's t, as if all tasks varied alike. None where some task has a single prompt: it would not vary.
     """
     if not tasks or any(len(task.tokens) < 2 for task in tasks):
         return None
@@ -84,7 +90,7 @@ def mean_of(
         ones = [1.0] * len(of_task)  # over which a ratio is what it is
         paired.append(Paired(total, count, ones, ones))
         means.append(sum(total) / sum(count))
-    return {"value": sum(means) / len(means), "interval": ratio_interval(paired)}
+    return {"value": sum(means) / len(means), "interval": _bootstrap_interval(paired)}
 
 
 def noise_of_repeats(speeds: Sequence[Sequence[float]]) -> float | None:

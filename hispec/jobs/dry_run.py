@@ -33,8 +33,9 @@ class DryRun:
     num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all, but for
                    num_unlimited of them, which may fill the context
     sample         rows that were done to measure, and num_tried, how many were begun
-    seconds        estimated for all rows; None if none of the sample ended in time
-    output_bytes   estimated likewise
+    seconds        estimated for all rows, at least, if some of the sample did not end in time; None if none
+                   of it did
+    output_bytes   likewise
     memory         bytes by purpose
     """
 
@@ -134,10 +135,11 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
             llm.abort([row.request_id for row in rows])
         finally:
             timer.cancel()
-    ended = found.sample.num_results
-    if ended:
-        # The last rows of a sample run alone; those of a job do not, so that this is rather too long.
-        found.seconds = found.sample.seconds / ended * found.num_good
+    if ended := found.sample.num_results:
+        # The last rows of a sample run alone; those of a job do not, so that this is rather too long. How long
+        # rows are that had not ended nobody knows: all take the time that they have had, at least.
+        seconds = found.sample.seconds if ended == len(rows) else max(SAMPLE_S, found.sample.seconds)
+        found.seconds = seconds / len(rows) * found.num_good
         found.output_bytes = num_bytes / ended * found.num_good
 
 
@@ -177,13 +179,12 @@ def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:
             without = count(found.num_unlimited, "row")
             lines["tokens"] += f", besides those of {without} without max_tokens"
     if found.seconds is not None and found.output_bytes is not None:
-        lines["time"] = (
-            f"about {_duration(found.seconds)}, from {count(found.sample.num_results, 'row')} decoded in"
-            f" {found.sample.seconds:.1f} s"
-        )
-        if late := found.num_tried - found.sample.num_results:
-            lines["time"] += f"; {late} others had not ended: rather less time, and more output, than is said"
-        lines["output"] = f"about {found.output_bytes / 1e6:.1f} MB in {found.job.output.path}"
+        ended, what = found.sample.num_results, "about"
+        seen = f"from {count(ended, 'row')} decoded in {found.sample.seconds:.1f} s"
+        if ended < found.num_tried:
+            what, seen = "at least", f"as {ended} of {found.num_tried} rows ended within {SAMPLE_S:.0f} s"
+        lines["time"] = f"{what} {_duration(found.seconds)}, {seen}"
+        lines["output"] = f"{what} {found.output_bytes / 1e6:.1f} MB in {found.job.output.path}"
     elif found.num_good:
         lines["time"] = f"not known: none of the rows tried ended within {SAMPLE_S:.0f} s"
     if found.memory:

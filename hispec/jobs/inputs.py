@@ -85,7 +85,7 @@ def files_read(job: Job) -> list[Path]:
     """The local files that a job reads, the one that it comes from left out."""
     of_latency = None if job.speculative is None else (job.speculative.goodput or GoodputConfig()).latency
     named = [expanded(name) for name in (job.model, of_latency) if name is not None]
-    return [*local_files(job.input), *named]
+    return [*local_files(job.input), *filter(Path.is_file, named)]
 
 
 def _named(path: Path) -> list[Path]:

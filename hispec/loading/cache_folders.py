@@ -76,11 +76,11 @@ def _publish(folder: Path, final: Path, work: Path) -> None:
     """Renames `folder` to `final`, in place of what may be there, which is put into the temporary folder
     `work`; or put back, if that fails."""
     replaced = work / "replaced"
-    if final.exists():
-        os.replace(final, replaced)
     try:
+        if final.exists():
+            os.replace(final, replaced)
         os.replace(folder, final)
     except BaseException:
-        if replaced.exists():
+        if replaced.exists() and not final.exists():
             os.replace(replaced, final)
         raise

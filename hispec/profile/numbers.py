@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 _QUANTIZED = ("int8", "int4")
-_MANY = 20  # batches, drawn anew, from which an interval is about as wide as it should be
+_MANY = 20  # batches, which tell more by themselves than a few repeats of them
 
 
 def default_numbers(device: str) -> list[str]:
@@ -216,19 +216,16 @@ def _time(
 
 
 def _ratio(run: Runs, reference: Runs) -> tuple[float, list[float] | None]:
-    """Mean over tasks of the ratio of speeds, and its 95 % interval: the wider one of two, over batches and
-    by the noise of repeats, since of a few batches, or repeats, either alone is too narrow by chance; None
-    where neither can be told, of a single repeat of fewer than _MANY batches."""
+    """Mean over tasks of the ratio of speeds, and its 95 % interval: over batches, where there are many, else
+    by the noise of repeats; None where neither can be told."""
     tasks = list(dict.fromkeys(group.task for group in run.groups))
     paired = [Paired(*run.by_group(task), *reference.by_group(task)) for task in tasks]
     ratio = mean_ratio(paired)
-    intervals = [ratio_interval(paired)]
-    if (noise := noise_of_repeats([run.tokens_per_s(), reference.tokens_per_s()])) is not None:
-        intervals.append((ratio / noise, ratio * noise))
-    elif len(run.groups) < _MANY:
-        return ratio, None
-    known = [interval for interval in intervals if interval is not None]
-    return ratio, [min(low for low, _ in known), max(high for _, high in known)] if known else None
+    interval = ratio_interval(paired) if len(run.groups) >= _MANY else None
+    noise = noise_of_repeats([run.tokens_per_s(), reference.tokens_per_s()])
+    if interval is None and noise is not None:
+        interval = ratio / noise, ratio * noise
+    return ratio, None if interval is None else list(interval)
 
 
 def _held(llm: LLM) -> dict[str, Any]:

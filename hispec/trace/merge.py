@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def drop_traces_of_workers(path: Path) -> None:
 def read_together(paths: Sequence[Path]) -> Trace:
     """The traces at `paths` as one. Raises ConfigError for a file that is none, or is named twice, and for
     those of different models or policies: these are not the workers of one run."""
-    if len({path.resolve() for path in paths}) < len(paths):
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise ConfigError("a trace is named twice, and would be counted twice; name each once")
     traces = [read_trace(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):

@@ -130,20 +130,24 @@ def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ())
     """Creates the folders of files that are to be written, as options say, which are named by their flags;
     None = not asked for. Raises ConfigError if that cannot be, or must not, since one of them is read, or is
     another of them."""
-    sources, taken = list(read), dict[Path, str]()
+    sources, taken = {os.path.realpath(path) for path in read}, dict[str, str]()
     for flag, path in targets.items():
         if path is None:
             continue
-        if (other := taken.setdefault(path.resolve(), flag)) != flag:
+        real = os.path.realpath(
+            path
+        )  # itself a link where this leads to itself, for which Path.resolve raises
+        if (other := taken.setdefault(real, flag)) != flag:
             raise ConfigError(f"{other} and {flag} both name {path}; give each a path of its own")
-        if path.exists() and not path.is_file():
+        if os.path.islink(real) or (path.exists() and not path.is_file()):
             raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
-        if any(path.resolve() == source.resolve() or _is_same(path, source) for source in sources):
+        if real in sources or any(_is_same(path, Path(source)) for source in sources):
             raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
         check_folder(flag, path.parent)
 
 
 def _is_same(one: Path, other: Path) -> bool:
+    """As with two hard links."""
     return one.exists() and other.exists() and one.samefile(other)
 
 

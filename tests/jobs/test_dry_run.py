@@ -81,7 +81,10 @@ def test_a_sample_of_which_some_rows_end_in_time_says_what_that_means(
     job = make_job(tmp_path, prompts(20), engine={"max_num_seqs": 4})
     found = dry_run(job, progress=False)
     assert found.num_tried == 12, "rows of all workers"
-    assert found.sample.num_results < 12 and "others had not ended" in printed(found)
+    assert 0 < (ended := found.sample.num_results) < 12
+    # Those that had not ended take 20 seconds together, or longer.
+    assert found.seconds == pytest.approx(module.SAMPLE_S / 12 * 20)
+    assert f"at least 33 s, as {ended} of 12 rows ended within 20 s" in printed(found)
 
 
 def test_a_step_that_waits_for_workers_is_woken_in_time(

@@ -179,6 +179,27 @@ def test_failed_rename_puts_the_old_model_back(cache: Path, monkeypatch: pytest.
     assert leftovers(cache) == []
 
 
+@pytest.mark.parametrize("name", ["tiny-model", "model"], ids=["after the old one", "after the new one"])
+def test_an_interrupt_just_after_a_rename_loses_no_model(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = fetch("tiny")
+    replace = module.os.replace
+
+    seen: list[str] = []
+
+    def interrupted(source: Path, target: Path) -> None:
+        replace(source, target)
+        seen.append(source.name)
+        if seen.count(name) == 1 and source.name == name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("tiny", force=True)
+    assert resolve_model("tiny") == str(folder) and leftovers(cache) == []
+
+
 @pytest.mark.parametrize("fetched", [False, True])
 def test_temporary_folders_of_killed_runs_are_removed(cache: Path, fetched: bool) -> None:
     if fetched:

@@ -182,6 +182,19 @@ def test_a_few_batches_tell_no_interval_by_a_single_repeat(repeats: int, is_know
     assert (numbers._ratio(*runs)[1] is not None) == is_known
 
 
+def test_repeats_of_two_batches_tell_more_than_these_of_each_other() -> None:
+    """One is 1.6 times as fast in both repeats, if not alike in both batches, of which two cannot tell."""
+    groups = [Group("task", [number]) for number in range(2)]
+    runs = [Runs(groups), Runs(groups)]
+    for each, seconds in zip(runs, ((6.0, 6.6), (10.0, 10.0)), strict=True):
+        for repeat in (1.0, 1.002):
+            each.begin_run()
+            each.seconds[-1][:] = [second * repeat for second in seconds]
+            each.outputs[-1][:] = [[1, 2]] * 2
+    ratio, interval = numbers._ratio(*runs)
+    assert interval is not None and 1.0 < interval[0] < ratio < interval[1]
+
+
 def test_what_a_single_repeat_cannot_tell_is_said(job: Path) -> None:
     """Not that nothing is faster."""
     result = {

@@ -316,6 +316,15 @@ def test_several_traces_are_those_of_one_run(tmp_path: Path, capsys: pytest.Capt
             assert f"is of {name} another" in capsys.readouterr().err
 
 
+def test_a_link_to_itself_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["report", str(tmp_path / "loop")]) == 2
+    assert "cannot read the trace" in capsys.readouterr().err
+    trace = goodput_trace(tmp_path / "t")
+    assert main(["report", str(trace), "-o", str(tmp_path / "t.png"), "--json", str(tmp_path / "loop")]) == 2
+    assert "loop is not a regular file" in capsys.readouterr().err
+
+
 def test_a_number_is_another_route_after_a_change_of_plans(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", Clock(), ["ngram"])
     trace.write_decision(decision(NGRAM, route=0, reason="start", previous=None))
