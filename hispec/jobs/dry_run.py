@@ -136,8 +136,8 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
         finally:
             timer.cancel()
     if ended := found.sample.num_results:
-        # The last rows of a sample run alone; those of a job do not, so that this is rather too long. How long
-        # rows are that had not ended nobody knows: all take the time that they have had, at least.
+        # The last rows of a sample run alone; those of a job do not, so that this is rather too long. Nobody
+        # knows how long those are that had not ended: all take the time that they have had, at least.
         seconds = found.sample.seconds if ended == len(rows) else max(SAMPLE_S, found.sample.seconds)
         found.seconds = seconds / len(rows) * found.num_good
         found.output_bytes = num_bytes / ended * found.num_good
