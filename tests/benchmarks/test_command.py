@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_what_the_user_can_mend_is_a_line_and_all_else_a_traceback(
 
     assert exit_code("name", lambda: None) == 0 and exit_code("name", lambda: 1) == 1
     for error in (ConfigError("mend it"), FileNotFoundError("mend it")):
-        assert exit_code("name", lambda error=error: fail(error)) == USER_ERROR  # type: ignore[misc]
+        assert exit_code("name", partial(fail, error)) == USER_ERROR
         assert capsys.readouterr().err == "name: mend it\n"
     with pytest.raises(ValueError, match="a fault"):
         exit_code("name", lambda: fail(ValueError("a fault")))
