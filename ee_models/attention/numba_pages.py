@@ -161,6 +161,7 @@ def _query_at(i: int, num_per_head: int, group: int, first: int, first_head: int
     return first + of_head // group, kv_head * group + of_head % group
 
 
+# Within its caller alone: LLVM optimises what a kernel calls once more in each that calls it.
 @njit(**_OPTIONS | {"cache": False, "inline": "always"})
 def _attend_unit(
     q: Any,

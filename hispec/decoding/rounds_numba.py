@@ -141,7 +141,7 @@ def _notes(r: Any) -> Any:
 
 
 @_kernel
-def _copy(source: Any, target: Any) -> None:
+def copy_numbers(source: Any, target: Any) -> None:
     """To assign an array, numba compiles what an error says of two shapes: a sixth of all that is here."""
     for i in range(target.shape[0]):
         target[i] = source[i]
@@ -185,7 +185,7 @@ def _begin_cycle(p: Any, r: Any) -> None:
             rows[Row.LIMIT], rows[Row.FIRST], rows[Row.MOST_DRAFTS], r.num_drafts + 1, 1, rows[Row.COUNT]
         )
         _ask(r, r.propose, Row.FIRST, Row.COUNT, Row.FOUND)
-    _copy(rows[Row.FOUND], rows[Row.PROPOSED])
+    copy_numbers(rows[Row.FOUND], rows[Row.PROPOSED])
     if r.num_computed == 0:
         _take(p, r)
         return
@@ -257,8 +257,8 @@ def _take(p: Any, r: Any) -> None:
         r.vocab_size - 1,
         out,
     )
-    _copy(out[0], rows[Row.COUNT])
-    _copy(out[1], rows[Row.LIVE])
+    copy_numbers(out[0], rows[Row.COUNT])
+    copy_numbers(out[1], rows[Row.LIVE])
     has_drafts = False
     for row in range(r.num_rows):
         has_drafts |= out[0, row] > 0
@@ -275,8 +275,8 @@ def _judge(p: Any, r: Any, first: Any, counts: Any, unsure: Any) -> None:
     best = carray(pointer(p.best), p.num_tokens, np.int64)
     cu_q_lens = carray(pointer(p.cu_q_lens), r.num_rows + 1, np.int64)
     _accept(best, cu_q_lens, _tokens(r), first, counts, unsure, out)
-    _copy(out[0], rows[Row.ACCEPTED])
-    _copy(out[1], rows[Row.OWN])
+    copy_numbers(out[0], rows[Row.ACCEPTED])
+    copy_numbers(out[1], rows[Row.OWN])
 
 
 @_kernel
@@ -314,8 +314,8 @@ def _check(p: Any, r: Any) -> None:
     if r.cycle < r.num_checks and has_room:
         _begin_cycle(p, r)
         return
-    _copy(rows[Row.FIRST], rows[Row.COUNT])
-    _copy(rows[Row.FIRST], rows[Row.LIVE])
+    copy_numbers(rows[Row.FIRST], rows[Row.COUNT])
+    copy_numbers(rows[Row.FIRST], rows[Row.LIVE])
     _place(p, r, Stage.VERIFY, rows[Row.NOTHING], 0, r.window, rows[Row.LIVE])
 
 
@@ -337,7 +337,7 @@ def _verify(p: Any, r: Any) -> None:
     if _commit(r, counts, evidence) or r.num_done == r.most_rounds:
         p.which = Stage.BEGIN
         return
-    _copy(counts, rows[Row.COUNT])
+    copy_numbers(counts, rows[Row.COUNT])
     if r.propose != 0:
         _ask(r, r.extend, Row.NOTHING, Row.NOTHING, Row.COUNT)
     for row in range(r.num_rows):

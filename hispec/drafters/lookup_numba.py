@@ -17,7 +17,7 @@ from ee_models.kernel_cache import cfunc, njit
 from ee_models.kernels.threads import address_of_cfunc, pointer
 
 from ..decoding.drafter import CompiledLookup
-from ..decoding.rounds_numba import Lookups
+from ..decoding.rounds_numba import Lookups, copy_numbers
 from .lookup import LIKELY, MOST_MATCHED, RIVAL, SEPARATOR, Guesses, Lookup, check_shapes
 from .ngram_table import EMPTY, FACTOR, make_table
 
@@ -261,8 +261,7 @@ def _append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
     text, tables = texts.tokens[row], texts.tables[row]
     max_size = min_size + tables.shape[0] - 1
     start, stop = texts.lengths[row], texts.lengths[row] + token_ids.shape[0]
-    for place in range(token_ids.shape[0]):
-        text[start + place] = token_ids[place]
+    copy_numbers(token_ids, text[start:stop])
     texts.lengths[row] = stop
     for end in range(max(start - 1, 0), stop - 1):
         if text[end + 1] == SEPARATOR:
@@ -369,10 +368,8 @@ def _propose(
         row, tail, count = rows[i], tail_lens[i], 0
         text, length = texts.tokens[row], texts.lengths[row]
         num_own = min(length, deep)
-        for place in range(num_own):  # not as arrays: see rounds_numba._copy
-            near[place] = text[length - num_own + place]
-        for place in range(tail):
-            near[num_own + place] = tokens[i, 1 + place]
+        copy_numbers(text[length - num_own : length], near[:num_own])
+        copy_numbers(tokens[i, 1 : tail + 1], near[num_own : num_own + tail])
         source, position = (
             (-1, np.int64(0))
             if most[i] == 0

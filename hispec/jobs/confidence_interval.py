@@ -41,7 +41,7 @@ def ratio_interval(tasks: Sequence[Paired]) -> tuple[float, float] | None:
     return None if interval is None else (max(0.0, interval[0]), interval[1])
 
 
-def _bootstrap_interval(tasks: Sequence[Paired], *, seed: int = 0) -> tuple[float, float] | None:
+def _bootstrap_interval(tasks: Sequence[Paired]) -> tuple[float, float] | None:
     """Bootstrap interval of `mean_ratio`, 95 %.
 
     Prompts are drawn with replacement within each task, the two ways of decoding together, so that what a
@@ -52,7 +52,7 @@ def _bootstrap_interval(tasks: Sequence[Paired], *, seed: int = 0) -> tuple[floa
     """
     if not tasks or any(len(task.tokens) < 2 for task in tasks):
         return None
-    random, deviations = np.random.default_rng(seed), np.zeros(_RESAMPLES)
+    random, deviations = np.random.default_rng(0), np.zeros(_RESAMPLES)
     for task in tasks:
         num = len(task.tokens)
         drawn = random.integers(0, num, size=(_RESAMPLES, num))

@@ -134,9 +134,7 @@ def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ())
     for flag, path in targets.items():
         if path is None:
             continue
-        real = os.path.realpath(
-            path
-        )  # itself a link where this leads to itself, for which Path.resolve raises
+        real = os.path.realpath(path)  # of a link that leads to itself, for which Path.resolve raises: a link
         if (other := taken.setdefault(real, flag)) != flag:
             raise ConfigError(f"{other} and {flag} both name {path}; give each a path of its own")
         if os.path.islink(real) or (path.exists() and not path.is_file()):
