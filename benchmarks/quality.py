@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", metavar="MODEL2", help="the original, or any model of the same tokens")
     parser.add_argument("--quantization", choices=["int8", "int4"], help="of MODEL's weights")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of MODEL's weights")
-    parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], help="of MODEL's KV")
+    parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16", "int8"], help="of MODEL's KV")
     parser.add_argument("--gsm8k", type=Path, metavar="FILE")
     parser.add_argument("--text", type=Path, metavar="FILE")
     parser.add_argument("--field", default="question", help="of --text (default: question)")

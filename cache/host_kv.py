@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from .paged_kv import PagedKV
-
-# Copied as integers, which keeps the bits of every dtype and needs no kernels for them.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from .paged_kv import INTEGERS, PagedKV
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """One sequence: for each PagedKV, all layers' keys and values [layers, 2, positions, kv_heads, head_dim],
-    as integers."""
+    """One sequence: for each PagedKV, all layers' keys and values [layers, 2, positions, kv_heads,
+    row_width], as integers."""
 
     num_positions: int
     dtypes: tuple[torch.dtype, ...]
@@ -73,8 +71,8 @@ class HostKV:
         if len(kvs) != len(saved.parts):
             return False
         for kv, part, dtype in zip(kvs, saved.parts, saved.dtypes, strict=True):
-            data = kv.data
-            if (data.dtype, data.shape[:2], data.shape[3:]) != (dtype, part.shape[:2], part.shape[3:]):
+            sizes = part.shape[0], *part.shape[3:]
+            if (kv.data.dtype, kv.num_layers, kv.num_kv_heads, kv.row_width) != (dtype, *sizes):
                 return False
         slots = [_slots(kv, blocks, saved.num_positions) for kv in kvs]
         for kv, part, where in zip(kvs, saved.parts, slots, strict=True):
@@ -92,9 +90,7 @@ class HostKV:
 
 def _bytes_held(kv: PagedKV, num_positions: int) -> int:
     """Of host memory for so many positions; pinned memory comes in powers of two."""
-    per_position = PagedKV.bytes_per_block(
-        kv.num_layers, 1, kv.data.shape[3], kv.data.shape[4], kv.data.dtype
-    )
+    per_position = PagedKV.bytes_per_block(kv.num_layers, 1, kv.num_kv_heads, kv.head_dim, kv.data.dtype)
     num_bytes = per_position * num_positions
     return 1 << (num_bytes - 1).bit_length() if kv.data.device.type == "cuda" and num_bytes else num_bytes
 
@@ -108,29 +104,18 @@ def _slots(kv: PagedKV, blocks: Sequence[int], num_positions: int) -> Tensor:
 
 
 def _copy_out(kv: PagedKV, slots: Tensor) -> Tensor:
-    data = _as_integers(kv.data)
-    shape = (*data.shape[:2], slots.shape[0], *data.shape[3:])
-    part = torch.empty(shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
-    # Each layer's keys, then its values: a GPU that ran out of blocks has little room for what is gathered,
-    # and several at once are not contiguous, of which index_select copies all before it begins.
-    for source, target in zip(_pieces(data), _pieces(part), strict=True):
-        target.copy_(source.index_select(0, slots), non_blocking=True)
-    return part
+    shape = kv.num_layers, 2, slots.shape[0], kv.num_kv_heads, kv.row_width
+    on_gpu = kv.data.device.type == "cuda"
+    saved = torch.empty(shape, dtype=INTEGERS[kv.data.dtype.itemsize], pin_memory=on_gpu)
+    # Each layer's keys, then its values: a GPU that ran out of blocks has little room for what is gathered.
+    for layer, part in product(range(kv.num_layers), (0, 1)):
+        saved[layer, part].copy_(kv.rows(layer, part, slots), non_blocking=True)
+    return saved
 
 
-def _copy_in(kv: PagedKV, part: Tensor, slots: Tensor) -> None:
-    data = _as_integers(kv.data)
-    for target, source in zip(_pieces(data), _pieces(part), strict=True):
-        target.index_copy_(0, slots, source.to(data.device, non_blocking=True))
-
-
-def _pieces(data: Tensor) -> Tensor:
-    """[layers, 2, ...] -> [layers * 2, ...], always a view."""
-    return data.view(data.shape[0] * data.shape[1], *data.shape[2:])
-
-
-def _as_integers(data: Tensor) -> Tensor:
-    return data.view(_INTEGERS[data.dtype.itemsize])
+def _copy_in(kv: PagedKV, saved: Tensor, slots: Tensor) -> None:
+    for layer, part in product(range(kv.num_layers), (0, 1)):
+        kv.put_rows(layer, part, slots, saved[layer, part].to(kv.data.device, non_blocking=True))
 
 
 def _wait_for(kvs: Sequence[PagedKV]) -> None:

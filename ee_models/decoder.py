@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cache import int8_kv
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
@@ -114,9 +115,12 @@ class Decoder:
         table; None: the model's limit.
         `progress(layers done, layers)`. quantization, exact: see LinearMaker. A tied head is held as a copy,
         whose bytes a token reads; the embedding stays as it is. Raises CheckpointError for tensors that are
-        missing or unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.
+        missing or unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`,
+        and for heads that kv_dtype has no place for.
         """
         config = checkpoint.config
+        if kv_dtype == torch.int8:
+            int8_kv.check_head(config.head_dim)
         make_linear = LinearMaker(device, dtype, quantization, exact, weights_dtype)
 
         def read(name: str) -> Tensor:

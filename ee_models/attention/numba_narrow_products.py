@@ -234,8 +234,8 @@ def pack_queries(queries: Any, out: Any) -> None:
 @njit(**_OPTIONS)
 def pack_keys(keys: int, head_dim: int, places: Any, count: int, out: Any, asked: Any) -> None:
     """Keys at `count` places from the address `keys` on, and at as many more as make a multiple of WIDTH, in
-    out [TILE / 16, dims / 2, 16, 2] int16, whose dims from head_dim on are zeros. asked: address, places and
-    their count of what is asked for meanwhile."""
+    out [TILE / 16, dims / 2, 16, 2] int16, whose dims from head_dim on are zeros. asked: address, that of
+    places and their count of what is asked for meanwhile."""
     asked_keys, asked_places, num_asked = asked
     whole = head_dim // GROUP * GROUP
     for j in range(0, count, WIDTH):
@@ -255,6 +255,7 @@ def pack_values(values: int, head_dim: int, places: Any, count: int, out: Any, a
     """Values at `count` places, after an odd one once more that of the last, and zeros up to TILE, in out
     [dims / 16, TILE / 2, 16, 2] int16, whose dims from head_dim on are zeros. As pack_keys else."""
     asked_values, asked_places, num_asked = asked
+    places_asked = carray(pointer(asked_places), num_asked, np.int64)
     none, whole, bytes_per_part = np.zeros(head_dim, np.int16), head_dim // WIDTH * WIDTH, out.strides[0]
     for pair in range(TILE // 2):
         one, other = none.ctypes.data, none.ctypes.data
@@ -262,7 +263,7 @@ def pack_values(values: int, head_dim: int, places: Any, count: int, out: Any, a
             one, other = values + places[2 * pair], values + places[2 * pair + 1]
         for j in range(2 * pair, min(2 * pair + 2, num_asked)):
             for line in range(0, 2 * head_dim, _LINE):
-                _prefetch(asked_values + asked_places[j] + line)
+                _prefetch(asked_values + places_asked[j] + line)
         _pack_two_values(one, other, head_dim, out[0, pair].ctypes.data, bytes_per_part)
         if whole < head_dim:
             of_one = carray(pointer(one), head_dim, np.int16)
@@ -350,5 +351,5 @@ def accumulate_placed(
         of_sums = sums[i].ctypes.data + 4 * d, sums.strides[0]
         _accumulate_placed(
             *(num, of_weights, values + 2 * d, places.ctypes.data, count, of_factors, of_sums),
-            *(asked_values + 2 * d, asked_places.ctypes.data, num_asked),
+            *(asked_values + 2 * d, asked_places, num_asked),
         )

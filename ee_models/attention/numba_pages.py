@@ -1,5 +1,5 @@
-"""CPU attention that reads pages in place: float32, over keys and values in float32 or bfloat16. Those of
-bfloat16 some CPUs can multiply as they are, with queries and weights rounded to it.
+"""CPU attention that reads pages in place: float32, over keys and values in float32, bfloat16 or int8. Those
+of bfloat16 some CPUs can multiply as they are, with queries and weights rounded to it; those of int8 all do.
 
 Work is cut into units of (row, a few tokens, one KV head or all). A unit walks the context in tiles of 64
 positions, counted from position 0, with an online softmax; its queries go through a tile a few at a time, so
@@ -37,12 +37,14 @@ from ..kernels.numba_narrow import multiplies_bfloat16
 from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
 from . import numba_narrow_products as narrow
+from .numba_int8_unit import attend_unit_in_int8
 from .numba_products import (
     COLUMNS,
     FAR_BELOW,
     QUERIES,
     TILE,
     add_weighted,
+    query_at,
     score,
     transpose,
     vector_at,
@@ -94,7 +96,7 @@ def _find_places(
 def _transpose(keys: int, size: int, places: Any, count: int, out: Any, asked: Any) -> None:
     """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key at place j from the address `keys` on, for
     `count` j, and as many more as make a multiple of WIDTH; of numbers of `size` bytes. asked: address,
-    places and their count of what is asked for meanwhile."""
+    that of places and their count of what is asked for meanwhile."""
     head_dim, bytes_per_part, bytes_per_row = out.shape[1], out.strides[0], out.strides[1]
     asked_keys, asked_places, num_asked = asked
     for j in range(0, count, WIDTH):
@@ -140,7 +142,7 @@ def _accumulate(
         some_sums = of_sums + 4 * d, bytes_per_sum
         add_weighted(
             *(num, of_weights, values + size * d, size, places.ctypes.data, count, of_factors, some_sums),
-            *(asked_values + size * d, asked_places.ctypes.data, num_asked),
+            *(asked_values + size * d, asked_places, num_asked),
         )
     if whole == head_dim:
         return
@@ -152,13 +154,6 @@ def _accumulate(
             value, weight = values + places[j], weights[k, j]
             for d in range(whole, head_dim):
                 o[d] += weight * number_at(value + size * d, size)
-
-
-@njit(**_OPTIONS)
-def _query_at(i: int, num_per_head: int, group: int, first: int, first_head: int) -> Any:
-    """The token and the head of a unit's i-th query."""
-    kv_head, of_head = first_head + i // num_per_head, i % num_per_head
-    return first + of_head // group, kv_head * group + of_head % group
 
 
 # Within its caller alone: LLVM optimises what a kernel calls once more in each that calls it.
@@ -204,7 +199,7 @@ def _attend_unit(
     for token in range(first, last):
         context_len, shared = max(context_len, positions[token] + 1), min(shared, path_starts[token])
     for i in range(num_queries):
-        token, head = _query_at(i, num_per_head, group, first, first_head)
+        token, head = query_at(i, num_per_head, group, first, first_head)
         lengths[i] = positions[token] + 1
         for d in range(head_dim):
             queries[i, d] = q[token, head, d] * scale
@@ -239,12 +234,13 @@ def _attend_unit(
             for kv_head in range(first_head, last_head):
                 all_keys, all_values = keys + kv_head * bytes_per_row, values + kv_head * bytes_per_row
                 # What is read next is asked for on the way: the next head, or the first one of the next tile.
+                # By address: of arrays numba counts who holds them, one thread after the other.
                 if kv_head + 1 < last_head:
-                    next_head, next_places, next_count = kv_head + 1, places, count
+                    next_head, next_places, next_count = kv_head + 1, places.ctypes.data, count
                 elif ahead > 0:
-                    next_head, next_places, next_count = first_head, places_ahead, ahead
+                    next_head, next_places, next_count = first_head, places_ahead.ctypes.data, ahead
                 else:
-                    next_head, next_places, next_count = kv_head, places, count
+                    next_head, next_places, next_count = kv_head, places.ctypes.data, count
                 asked = keys + next_head * bytes_per_row, next_places, next_count
                 asked_values = values + next_head * bytes_per_row, next_places, next_count
                 i = (kv_head - first_head) * num_per_head + (token - first) * group
@@ -257,7 +253,9 @@ def _attend_unit(
                     _transpose(all_keys, size, places, count, tile_keys, asked)
                 for block in range(num_blocks):
                     num = (end - i) // (num_blocks - block)  # blocks as alike as can be
-                    longest = min(count, np.max(lengths[i : i + num]) - start)
+                    longest = 0
+                    for k in range(num):
+                        longest = max(longest, min(count, lengths[i + k] - start))
                     if longest > 0:
                         if reads_places:
                             narrow.score_placed(
@@ -289,7 +287,7 @@ def _attend_unit(
                             )
                     i += num
     for i in range(num_queries):
-        token, head = _query_at(i, num_per_head, group, first, first_head)
+        token, head = query_at(i, num_per_head, group, first, first_head)
         o, s, factor = out[token, head], sums[i], ONE / total[i]
         for d in range(head_dim):
             o[d] = s[d] * factor
@@ -300,8 +298,8 @@ _ARRAYS = ("tables", "positions", "units", "paths", "path_starts")  # of a pass,
 
 class Call(ctypes.Structure):
     """One call for all units of a pass at a layer: addresses of arrays, their sizes, and the next unit.
-    kv_size: bytes of a number of keys and values, 4 = float32, 2 = bfloat16; in_bfloat16: whether such of
-    bfloat16 are multiplied as they are.
+    kv_size: bytes of a number of keys and values, 4 = float32, 2 = bfloat16, 1 = int8; in_bfloat16: whether
+    such of bfloat16 are multiplied as they are.
     Units differ in size along a prompt, so each thread takes one when it is done with one."""
 
     _fields_ = [
@@ -352,25 +350,45 @@ def attend(data: Any) -> None:
         if taken >= c.num_units * num_parts:
             break
         unit, first_head = units[taken // num_parts], taken % num_parts * heads_per_part
-        _attend_unit(
-            queries,
-            c.keys,
-            c.values,
-            c.num_kv_heads,
-            c.kv_size,
-            tables[unit[0]],
-            c.block_size,
-            positions,
-            paths,
-            path_starts,
-            unit[1],
-            unit[2],
-            first_head,
-            first_head + heads_per_part,
-            c.scale,
-            in_bfloat16,
-            outputs,
-        )
+        last_head = first_head + heads_per_part
+        if c.kv_size == 1:
+            attend_unit_in_int8(
+                queries,
+                c.keys,
+                c.values,
+                c.num_kv_heads,
+                tables[unit[0]],
+                c.block_size,
+                positions,
+                paths,
+                path_starts,
+                unit[1],
+                unit[2],
+                first_head,
+                last_head,
+                c.scale,
+                outputs,
+            )
+        else:
+            _attend_unit(
+                queries,
+                c.keys,
+                c.values,
+                c.num_kv_heads,
+                c.kv_size,
+                tables[unit[0]],
+                c.block_size,
+                positions,
+                paths,
+                path_starts,
+                unit[1],
+                unit[2],
+                first_head,
+                last_head,
+                c.scale,
+                in_bfloat16,
+                outputs,
+            )
     if in_bfloat16:
         tiles.end()
 
@@ -438,7 +456,7 @@ class NumbaAttention:
 
     def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         positions, tables = view.positions.contiguous(), view.block_tables.contiguous()
-        num_kv_heads, head_dim = kv.data.shape[3:]
+        num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
         tokens_per_unit = cut_by(len(positions), num_kv_heads, self.many_units, self.most_per_unit)
         units = np.empty((len(positions), 3), np.int64)  # none is empty
         num_units = cut_units(view.cu_q_lens.numpy(), tokens_per_unit, units)

@@ -265,6 +265,14 @@ weigh: Any = intrinsic(_weigh_intrinsic)
 
 
 @njit(error_model="numpy", cache=True, nogil=True)
-def vector_at(places: Any, j: int, count: int) -> Any:
-    """The address of `places` from j on, or where j is past `count` places, of the last vector of them."""
-    return places.ctypes.data + min(j, (count - 1) // WIDTH * WIDTH) * places.strides[0]
+def vector_at(places: int, j: int, count: int) -> int:
+    """The address of places from j on, of those at the address `places`; where j is past `count` of them, of
+    the last vector of these."""
+    return places + 8 * min(j, (count - 1) // WIDTH * WIDTH)
+
+
+@njit(error_model="numpy", cache=True, nogil=True)
+def query_at(i: int, num_per_head: int, group: int, first: int, first_head: int) -> Any:
+    """The token and the head of a unit's i-th query."""
+    kv_head, of_head = first_head + i // num_per_head, i % num_per_head
+    return first + of_head // group, kv_head * group + of_head % group

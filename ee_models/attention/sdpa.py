@@ -53,12 +53,12 @@ class SdpaAttention:
         return _Rectangle(query_index, mask.unsqueeze(1), context_slots, places)
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Rectangle) -> Tensor:
-        group = q.shape[1] // kv.data.shape[-2]
+        group = q.shape[1] // kv.num_kv_heads
         queries = q[prepared.query_index].transpose(1, 2)
         # Heads are expanded by hand: with `enable_gqa` a mask sends torch to its slow path.
         keys, values = (
-            x[prepared.context_slots].to(q.dtype).transpose(1, 2).repeat_interleave(group, dim=1)
-            for x in (kv.keys(layer), kv.values(layer))
+            x.to(q.dtype).transpose(1, 2).repeat_interleave(group, dim=1)
+            for x in kv.read(layer, prepared.context_slots)
         )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=prepared.mask)
         return out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2])[prepared.places]

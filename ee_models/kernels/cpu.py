@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.int8_kv import GROUP
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from ..kernel_cache import njit
 from . import QkNorms
+from .numba_int8_kv import bytes_of_head, store_head
 from .numba_math import ONE, exp32
 from .numba_vectors import copy_numbers, sum_of_squares
 
@@ -45,6 +47,19 @@ def add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> No
             o[i] = h[i] * scale * weight[i]
 
 
+@_kernel
+def _store(x: int, head_dim: int, base: int, at: Any, size: int, is_key: bool, spare: int) -> None:
+    """Writes a head's float32 at the address x, whose keys of int8 are worked on there, to its place (slot,
+    head, heads) in keys or values from the address `base` on, of numbers of `size` bytes; spare: room for as
+    many bytes as there are numbers."""
+    slot, head, num_kv_heads = at
+    if size == 1:
+        group = base + (slot // GROUP * num_kv_heads + head) * bytes_of_head(head_dim)
+        store_head(x, head_dim, spare, group, slot % GROUP, is_key)
+    else:
+        copy_numbers(x, head_dim, base + (slot * num_kv_heads + head) * size * head_dim, size)
+
+
 @_uncontracted
 def rope_and_store(
     qkv: Any,
@@ -62,11 +77,10 @@ def rope_and_store(
     """Works in qkv, too. keys and values: addresses, of numbers of kv_size bytes."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, half = (qkv.shape[1] // head_dim - num_heads) // 2, head_dim // 2
-    bytes_per_head = kv_size * head_dim
+    spare = np.empty(head_dim, np.int8)
     for token in range(qkv.shape[0]):
         cos, sin = cos_sin[positions[token], 0], cos_sin[positions[token], 1]
         slot = slots[token]
-        start = slot * num_kv_heads * bytes_per_head
         for head in range(num_heads + num_kv_heads):
             is_query = head < num_heads
             if not is_query and slot < 0:
@@ -85,11 +99,12 @@ def rope_and_store(
             if is_query:
                 copy_numbers(x.ctypes.data, head_dim, q[token, head].ctypes.data, 4)
             else:
-                to = keys + start + (head - num_heads) * bytes_per_head
-                copy_numbers(x.ctypes.data, head_dim, to, kv_size)
-        if slot >= 0:
-            of_values = qkv[token, (num_heads + num_kv_heads) * head_dim :]
-            copy_numbers(of_values.ctypes.data, num_kv_heads * head_dim, values + start, kv_size)
+                at = slot, head - num_heads, num_kv_heads
+                _store(x.ctypes.data, head_dim, keys, at, kv_size, True, spare.ctypes.data)
+        for head in range(num_kv_heads if slot >= 0 else 0):
+            x = qkv[token, (num_heads + num_kv_heads + head) * head_dim :]
+            at = slot, head, num_kv_heads
+            _store(x.ctypes.data, head_dim, values, at, kv_size, False, spare.ctypes.data)
 
 
 @_kernel
@@ -111,9 +126,9 @@ def widen(logits: Any, vocabulary: Any, out: Any) -> None:
 
 def size_of_numbers(kv: PagedKV) -> int:
     """Bytes of a number of a KV that numba's kernels read. Raises ValueError for one of another dtype."""
-    if kv.data.dtype not in (torch.float32, torch.bfloat16):
+    if kv.data.dtype not in (torch.float32, torch.bfloat16, torch.int8):
         raise ValueError(
-            f"numba reads KV in float32 or bfloat16, not {kv.data.dtype}; use another kv_cache_dtype"
+            f"numba reads KV in float32, bfloat16 or int8, not {kv.data.dtype}; use another kv_cache_dtype"
         )
     return kv.data.dtype.itemsize
 
@@ -138,7 +153,7 @@ class NumbaKernels:
         keys, values = kv.keys(layer), kv.values(layer)
         if view is not self._view:
             self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
-        num_kv_heads, head_dim = keys.shape[1:]
+        num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
         places, size = (keys.data_ptr(), values.data_ptr()), size_of_numbers(kv)
         q = np.empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim), np.float32)
         q_weight, k_weight = (_NOTHING, _NOTHING) if norms is None else map(self._constant, norms)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ..kernel_cache import njit
 from . import numba_int8
-from .numba_int8 import COLUMNS, ROUNDS, WHOLE
+from .numba_int8 import COLUMNS
+from .numba_rounding import ROUNDS, WHOLE
 from .numba_vectors import (
     FLOAT,
     INT,

@@ -32,7 +32,10 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from cache.int8_kv import mixed
+
 from ..kernel_cache import njit
+from .numba_rounding import WHOLE, find_scale, keep_largest, mix, reduce_whole, to_whole
 from .numba_vectors import (
     FLOAT,
     INT,
@@ -48,7 +51,6 @@ from .numba_vectors import (
     load_half,
     prefetch,
     rows_of,
-    shuffle,
     spread,
     store,
 )
@@ -57,13 +59,11 @@ from .threads import pointer
 TOKENS = 4  # whose sums, those of a group beside those of all, stay in the CPU's vectors
 COLUMNS = 2 * WIDTH
 BLOCK = 64  # inputs that are mixed
-_STRIDES = [1 << i for i in range(BLOCK.bit_length() - 1)]  # between those that are added and subtracted
 # Of a group: more save next to no time, and widen each other's steps. float32 holds the sums of up to 16.
 _MOST_BLOCKS = 4
 _FOUR = 4  # inputs that are multiplied together
 _FOURS = 8  # of them in a turn of the loop that LLVM may unroll
 HEAD = 8 * COLUMNS  # bytes of a panel ahead of its groups: bias and unit of each column
-WHOLE = ir.VectorType(INT32, WIDTH)
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
 if compiles_for("avx512vnni" if WIDTH == 16 else "avxvnni"):
     DOT = "vnni"
@@ -113,34 +113,7 @@ def _power_of_two(peak: Tensor, least: int) -> Tensor:
     return torch.ldexp(torch.ones_like(peak), (torch.frexp(peak).exponent - 7).clamp(min=least))
 
 
-def mixed(blocks: Tensor) -> Tensor:
-    """H times each block [..., BLOCK]: the fast Walsh-Hadamard transform, in the order of additions that
-    `_mix` has."""
-    for stride in _STRIDES:
-        first, second = blocks.view(*blocks.shape[:-1], -1, 2, stride).unbind(-2)
-        blocks = torch.stack([first + second, first - second], -2).view(blocks.shape)
-    return blocks
-
-
-def _mix(builder: Any, parts: Sequence[Any]) -> list[Any]:
-    """H times the BLOCK numbers of `parts`, vectors side by side."""
-    parts = list(parts)
-    for stride in _STRIDES:
-        if stride < WIDTH:
-            order = [lane ^ stride for lane in range(WIDTH)]
-            signs = ir.Constant(WHOLE, [-(1 << 31) if lane & stride else 0 for lane in range(WIDTH)])
-            for i, part in enumerate(parts):
-                signed = builder.bitcast(builder.xor(builder.bitcast(part, WHOLE), signs), VECTOR)
-                parts[i] = builder.fadd(shuffle(builder, part, part, order), signed)
-        else:
-            between = stride // WIDTH
-            for i in (i for i in range(len(parts)) if not i & between):
-                first, second = parts[i], parts[i + between]
-                parts[i], parts[i + between] = builder.fadd(first, second), builder.fsub(first, second)
-    return parts
-
-
-def _dot(builder: Any, total: Any, weight: Any, x: Sequence[Any]) -> None:
+def dot(builder: Any, total: Any, weight: Any, x: Sequence[Any]) -> None:
     """total [WIDTH] int32, a place in memory, += the products of four bytes of weight, without sign, by those
     of x, with one; x may be two pairs of 16 bits: the first and third number, the second and fourth."""
     before = builder.load(total)
@@ -166,6 +139,16 @@ def _dot(builder: Any, total: Any, weight: Any, x: Sequence[Any]) -> None:
             of_weight = builder.lshr(builder.shl(weight, up), down)
             after = builder.add(after, builder.mul(of_weight, builder.ashr(builder.shl(x[0], up), down)))
     builder.store(after, total)
+
+
+def as_numbers(builder: Any, bytes_: Any) -> list[Any]:
+    """Four bytes with sign in each of WIDTH places, as `dot` reads them."""
+    if DOT != "pairs":
+        return [bytes_]
+    pairs = ir.VectorType(ir.IntType(16), 2 * WIDTH)
+    eight, halves = ir.Constant(pairs, [8] * (2 * WIDTH)), builder.bitcast(bytes_, pairs)
+    first_and_third = builder.ashr(builder.shl(halves, eight), eight)
+    return [builder.bitcast(each, WHOLE) for each in (first_and_third, builder.ashr(halves, eight))]
 
 
 def _multiply_tile_intrinsic(
@@ -224,7 +207,7 @@ def _tile(
                 places = [builder.add(of_four, INT(at)) for at in range(0, _FOUR * NUMBER_BYTES, 4)]
                 alike = [spread(builder, load(builder, row, place, INT32)) for place in places]
                 for part, total in zip(parts, of_token, strict=True):
-                    _dot(builder, total, part, alike)
+                    dot(builder, total, part, alike)
         of_columns = [load_half(builder, scales, INT(2 * WIDTH * i)) for i in range(len(columns))]
         for row, of_token, its_totals in zip(rows, sums, totals, strict=True):
             of_x = spread(builder, load(builder, row, of_group, FLOAT))
@@ -254,11 +237,6 @@ def _for_fours(builder: Any, num_turns: Any) -> Iterator[Any]:
 
 multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
 
-# Added to a float32 of less than 2 ** 22 and taken away again, it leaves the nearest whole number.
-ROUNDS = np.float32(1.5 * 2**23)
-_INFINITE = 0x7F800000  # bits of a float32
-_SMALLEST = np.float32(1e-30)  # peak of a group that is more than zeros: 127 / peak must have a place, too
-
 
 def _split_group_intrinsic(_context: Any, x: Any, num_blocks: Any, to: Any, of_group: Any) -> Any:
     """The whole numbers, at the address `to`, of a group of num_blocks * BLOCK numbers at the address x, once
@@ -271,38 +249,25 @@ def _split_group_intrinsic(_context: Any, x: Any, num_blocks: Any, to: Any, of_g
         space = cgutils.alloca_once(builder, ir.ArrayType(VECTOR, _MOST_BLOCKS * len(places)))
         mixed_ones = builder.ptrtoint(space, INT)
         largest = cgutils.alloca_once_value(builder, ir.Constant(WHOLE, [0] * WIDTH))
-        mask = ir.Constant(WHOLE, [0x7FFFFFFF] * WIDTH)
         with cgutils.for_range(builder, num_blocks) as loop:
             start = builder.mul(loop.index, INT(4 * BLOCK))
             at = [builder.add(start, INT(4 * WIDTH * i)) for i in places]
-            for part, place in zip(_mix(builder, [load(builder, x, i) for i in at]), at, strict=True):
+            for part, place in zip(mix(builder, [load(builder, x, i) for i in at]), at, strict=True):
                 store(builder, part, mixed_ones, place)
-                # The order of sizes is that of their bits, NaN above all.
-                size, peak = builder.and_(builder.bitcast(part, WHOLE), mask), builder.load(largest)
-                builder.store(builder.select(builder.icmp_signed(">", size, peak), size, peak), largest)
-        peak = _reduce(builder, "smax", builder.load(largest))
-        is_finite = builder.icmp_signed("<", peak, INT32(_INFINITE))
-        number = builder.bitcast(peak, FLOAT)
-        is_more = builder.fcmp_ordered(">", number, FLOAT(_SMALLEST))
-        is_some = builder.and_(is_finite, is_more)
-        inverse = builder.select(is_some, builder.fdiv(FLOAT(127.0), number), FLOAT(0.0))
-        scale = builder.select(is_more, builder.fmul(number, FLOAT(float(np.float32(1 / 127)))), FLOAT(0.0))
-        scale = builder.select(is_finite, scale, FLOAT(float("nan")))
-        alike, rounds = spread(builder, inverse), ir.Constant(VECTOR, [float(ROUNDS)] * WIDTH)
-        zero, all_or_none = ir.Constant(VECTOR, [0.0] * WIDTH), spread(builder, is_some)
+                keep_largest(builder, largest, part)
+        scale, inverse, is_some = find_scale(builder, largest, 127)
+        inverse, is_some = spread(builder, inverse), spread(builder, is_some)
         total = cgutils.alloca_once_value(builder, ir.Constant(WHOLE, [0] * WIDTH))
         with cgutils.for_range(builder, num_blocks) as loop:
             start = builder.mul(loop.index, INT(BLOCK))
             for i in places:
                 place = builder.add(start, INT(WIDTH * i))
                 part = load(builder, mixed_ones, builder.mul(place, INT(4)))
-                part = builder.select(all_or_none, part, zero)
-                nearest = builder.fsub(builder.fadd(builder.fmul(part, alike), rounds), rounds)
-                whole = builder.fptosi(nearest, WHOLE)
+                whole = to_whole(builder, part, inverse, is_some)
                 builder.store(builder.add(builder.load(total), whole), total)
                 store(builder, _narrow(builder, whole), to, builder.mul(place, INT(NUMBER_BYTES)))
         store(builder, scale, of_group, INT(0))
-        sums = _reduce(builder, "add", builder.load(total))
+        sums = reduce_whole(builder, "add", builder.load(total))
         store(builder, builder.mul(sums, INT32(-128)), of_group, INT(4))
         return NONE
 
@@ -310,19 +275,13 @@ def _split_group_intrinsic(_context: Any, x: Any, num_blocks: Any, to: Any, of_g
 
 
 def _narrow(builder: Any, whole: Any) -> Any:
-    """Whole numbers of a token, WIDTH of them, as `_dot` reads them."""
+    """Whole numbers of a token, WIDTH of them, as `dot` reads them."""
     numbers = builder.trunc(whole, ir.VectorType(ir.IntType(8 * NUMBER_BYTES), WIDTH))
     if NUMBER_BYTES == 1:
         return numbers
     order = [four + place for four in range(0, WIDTH, _FOUR) for place in (0, 2, 1, 3)]
     order = ir.Constant(ir.VectorType(INT32, WIDTH), order)
     return builder.shuffle_vector(numbers, numbers, order)
-
-
-def _reduce(builder: Any, how: str, vector: Any) -> Any:
-    kind = ir.FunctionType(INT32, [WHOLE])
-    name = f"llvm.vector.reduce.{how}.v{WIDTH}i32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])
 
 
 _split_group: Any = intrinsic(_split_group_intrinsic)

@@ -21,7 +21,7 @@ class ReferenceKernels:
     def rope_and_store(
         self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
-        num_kv_heads, head_dim = kv.data.shape[-2:]
+        num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         if norms is not None:

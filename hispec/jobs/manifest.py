@@ -121,7 +121,7 @@ def _numbers(job: Job) -> dict[str, str]:
         kv_dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
     if engine.dtype in ("bfloat16", "float16"):
         found["engine.dtype"] = engine.dtype
-    if kv_dtype == "bfloat16":
+    if kv_dtype in ("bfloat16", "int8"):
         found["engine.kv_cache_dtype"] = kv_dtype
     return found
 

@@ -23,7 +23,7 @@ COMMENTS = {
     "model": "a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint",
     "engine": "how it runs",
     "engine.dtype": "auto, float32, bfloat16 or float16",
-    "engine.kv_cache_dtype": "auto, float32 or bfloat16",
+    "engine.kv_cache_dtype": "auto, float32, bfloat16 or int8",
     "engine.device": "auto (a GPU if there is one), cpu or cuda",
     "engine.max_num_seqs": "requests that run together, at most: as many as in the measurement",
     "engine.max_model_len": "prompt + output of one request in tokens, at most; null = the model's own limit",

@@ -106,15 +106,19 @@ class Pass:
             torch.cat([row.queries[row.context_len - row.q_len : row.context_len] for row in rows]), kv, view
         )
 
-    def in_bfloat16(self) -> tuple[Pass, Pass]:
-        """The pass over KV rounded to bfloat16: kept in that, and in float32."""
-        passes = []
-        for dtype in (torch.bfloat16, torch.float32):
-            shape = self.kv.num_layers, self.kv.num_blocks, self.kv.block_size, *self.kv.data.shape[3:]
-            kv = PagedKV(*shape, dtype, CPU)
-            kv.data.copy_(self.kv.data.bfloat16())
-            passes.append(Pass(self.queries, kv, self.view))
-        return passes[0], passes[1]
+    def over(self, dtype: torch.dtype) -> Pass:
+        """The pass over its KV rounded to `dtype`, and kept in that."""
+        kv = self.kv
+        found = PagedKV(kv.num_layers, kv.num_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim, dtype, CPU)
+        found.write(LAYER, torch.arange(kv.data.shape[2]), kv.keys(LAYER), kv.values(LAYER))
+        return Pass(self.queries, found, self.view)
+
+    def rounded(self, dtype: torch.dtype) -> Pass:
+        """The pass over its KV rounded to `dtype`, and kept in float32."""
+        small, found = self.over(dtype).kv, self.over(torch.float32)
+        slots = torch.arange(self.kv.data.shape[2])
+        found.kv.write(LAYER, slots, *small.read(LAYER, slots))
+        return found
 
     def attend(self, backend: AttentionBackend) -> Tensor:
         return backend.attend(self.queries, self.kv, LAYER, backend.prepare(self.view, self.kv))
@@ -200,7 +204,8 @@ def test_kv_in_bfloat16_gives_the_bits_of_its_numbers_in_float32(
     heads: tuple[int, int, int], threads: None
 ) -> None:
     rows = [Row.random(context_len, q_len, heads) for context_len, q_len in ((130, 1), (65, 20), (9, 9))]
-    small, whole = Pass.of(rows).in_bfloat16()
+    batch = Pass.of(rows)
+    small, whole = batch.over(torch.bfloat16), batch.rounded(torch.bfloat16)
     for backend in (NumbaAttention(), SdpaAttention()):
         found = small.attend(backend)
         assert torch.equal(found, whole.attend(backend))
@@ -210,7 +215,9 @@ def test_kv_in_bfloat16_gives_the_bits_of_its_numbers_in_float32(
 def test_kv_that_numba_cannot_read_is_refused() -> None:
     batch = Pass.of([Row.random(9, 9, (4, 2, 16))])
     kv = PagedKV(LAYER + 1, batch.kv.num_blocks, 16, 2, 16, torch.float16, CPU)
-    with pytest.raises(ValueError, match=r"in float32 or bfloat16, not torch\.float16; use another kv_cache"):
+    with pytest.raises(
+        ValueError, match=r"in float32, bfloat16 or int8, not torch\.float16; use another kv_cache"
+    ):
         Pass(batch.queries, kv, batch.view).attend(NumbaAttention())
 
 

@@ -19,7 +19,7 @@ pytestmark = needs_bfloat16
 
 
 def attend(rows: list[Row], block_size: int = 16, seed: int = 0) -> torch.Tensor:
-    return Pass.of(rows, block_size, seed).in_bfloat16()[0].attend(NumbaAttention(in_bfloat16=True))
+    return Pass.of(rows, block_size, seed).over(torch.bfloat16).attend(NumbaAttention(in_bfloat16=True))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -27,7 +27,7 @@ def test_outputs_are_near_to_those_in_float32(heads: tuple[int, int, int]) -> No
     for context_len in TILE_EDGES:
         for q_len in {1, min(3, context_len), min(50, context_len)}:
             rows = [Row.random(context_len, q_len, heads), Row.random(70, 7, heads)]
-            batch = Pass.of(rows).in_bfloat16()[0]
+            batch = Pass.of(rows).over(torch.bfloat16)
             narrow, wide = batch.attend(NumbaAttention(True)), batch.attend(NumbaAttention())
             torch.testing.assert_close(narrow, wide, atol=0.04, rtol=0)
             assert (narrow - wide).abs().mean() < 0.004
@@ -67,8 +67,8 @@ def test_bits_do_not_depend_on_blocks_units_or_threads(
 @pytest.mark.parametrize("seed", range(3))
 def test_a_nodes_bits_are_those_of_its_path_as_a_chain(seed: int, heads: tuple[int, int, int]) -> None:
     trees, backend = random_forest(seed, heads), NumbaAttention(True)
-    batch = tree_pass(trees).in_bfloat16()[0]
-    assert torch.equal(batch.attend(backend), by_chains(trees, backend, in_bfloat16=True))
+    batch = tree_pass(trees).over(torch.bfloat16)
+    assert torch.equal(batch.attend(backend), by_chains(trees, backend, torch.bfloat16))
 
 
 def test_which_models_attend_in_bfloat16() -> None:

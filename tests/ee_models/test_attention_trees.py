@@ -145,12 +145,12 @@ def tree_pass(
     return Pass(torch.cat([tree.nodes[2] for tree in trees]), kv, view)
 
 
-def by_chains(trees: Sequence[Tree], backend: AttentionBackend, in_bfloat16: bool = False) -> Tensor:
-    """[tokens, heads * head_dim]: each node's output at the end of a chain pass over its path; in_bfloat16:
-    whether KV is that."""
+def by_chains(
+    trees: Sequence[Tree], backend: AttentionBackend, kv_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[tokens, heads * head_dim]: each node's output at the end of a chain pass over its path."""
     chains = [Pass.of([tree.chain(node)]) for tree in trees for node in range(len(tree.parents))]
-    passes = [chain.in_bfloat16()[0] if in_bfloat16 else chain for chain in chains]
-    return torch.stack([each.attend(backend)[-1] for each in passes])
+    return torch.stack([chain.over(kv_dtype).attend(backend)[-1] for chain in chains])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -212,7 +212,8 @@ def test_a_node_sees_its_ancestors_and_itself_and_nothing_else_of_the_tree(
 
 
 def test_trees_over_kv_in_bfloat16_give_the_bits_of_its_numbers_in_float32() -> None:
-    small, whole = tree_pass(random_forest(3)).in_bfloat16()
+    batch = tree_pass(random_forest(3))
+    small, whole = batch.over(torch.bfloat16), batch.rounded(torch.bfloat16)
     assert torch.equal(small.attend(NumbaAttention()), whole.attend(NumbaAttention()))
 
 

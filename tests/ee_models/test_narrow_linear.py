@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cache import int8_kv
 from ee_models.kernels import numba_int4, numba_int8, numba_narrow, numba_vectors
 from ee_models.kernels.threads import KernelThreads
 from ee_models.narrow_linear import NarrowLinear
@@ -24,6 +25,7 @@ INT8 = "ee_models.kernels.numba_int8"
 MODULES = [
     "ee_models.kernels.numba_gemm",
     "ee_models.kernels.numba_tiles",
+    "ee_models.kernels.numba_rounding",
     INT8,
     "ee_models.kernels.numba_int4",
     "ee_models.kernels.numba_narrow",
@@ -64,7 +66,7 @@ def modules(
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("compiled")
         constants = {INT8: {"DOT": dot, "NUMBER_BYTES": 2 if dot == "pairs" else 1}}
-        _, _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, constants)
+        _, _, _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, constants)
         (code,) = both.multiply.inspect_llvm().values()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield [int8, both, linear]
@@ -108,7 +110,7 @@ def products(bits: Bits, weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tenso
 
 def mixed(rows: Tensor) -> Tensor:
     blocks = F.pad(rows, (0, -rows.shape[1] % numba_int8.BLOCK)).view(len(rows), -1, numba_int8.BLOCK)
-    return numba_int8.mixed(blocks).flatten(1)
+    return int8_kv.mixed(blocks).flatten(1)
 
 
 def group_peaks(numbers: Tensor, num_inputs: int) -> Tensor:

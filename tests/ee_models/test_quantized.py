@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cache.int8_kv import mixed
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models import quantized
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.kernels.numba_int8 import BLOCK, group_size, mixed
+from ee_models.kernels.numba_int8 import BLOCK, group_size
 from ee_models.linear import Linear, PlainLinear
 from ee_models.linear_factory import LinearMaker
 from ee_models.narrow_linear import NarrowLinear
