@@ -23,6 +23,12 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
+def repetitive(length: int, seed: int) -> list[int]:
+    """A prompt in which lookups find something."""
+    period = random_prompts((5,), seed=seed)[0]
+    return (period * length)[:length]
+
+
 def but(params: SamplingParams, **fields: Any) -> SamplingParams:
     return params.model_copy(update=fields)
 

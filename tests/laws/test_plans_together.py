@@ -31,19 +31,23 @@ from hispec.stats import RoundCounts
 from tests.helpers.adapter_engines import CASES
 from tests.helpers.drafters import ALL, KINDS, FixedDrafter, drafter_engine, with_drafter
 from tests.helpers.restless import flat_latency, make_restless
-from tests.helpers.runs import LONG, NUMBERS, PROMPTS, but, lengths_of_steps, one_by_one, spied, together
-from tests.helpers.support import GREEDY, random_prompts, run, run_through_interrupts, threads
+from tests.helpers.runs import (
+    LONG,
+    NUMBERS,
+    PROMPTS,
+    but,
+    lengths_of_steps,
+    one_by_one,
+    repetitive,
+    spied,
+    together,
+)
+from tests.helpers.support import GREEDY, run, run_through_interrupts, threads
 from tests.helpers.sweeps import sweep
 
 EVERY_COUNT = sorted({field.name for field in fields(RoundCounts)} | {"layer_passes", "layer_positions"})
 COMPILED = [name for name, values in KINDS.items() if values["draft"].get("kind") != "model"]
 Make = Callable[..., Engine]
-
-
-def repetitive(length: int, seed: int) -> list[int]:
-    """A prompt in which lookups find something."""
-    period = random_prompts((5,), seed=seed)[0]
-    return (period * length)[:length]
 
 
 TEXTS = [*PROMPTS, *(repetitive(length, length) for length in (12, 40))]
