@@ -79,40 +79,63 @@ def pass_view(rows: int, q_len: int, context: int) -> BatchView:
     )
 
 
-def make_kv(decoder: Decoder, rows: int, context: int) -> PagedKV:
-    config = decoder.config
-    kv = PagedKV(
-        config.num_layers,
-        rows * -(-context // BLOCK_SIZE),
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        decoder.kv_dtype,
-        CPU,
-    )
-    kv.data.normal_(generator=torch.Generator().manual_seed(0))
+def make_kv(decoder: Decoder, rows: int, context: int, dtype: torch.dtype | None = None) -> PagedKV:
+    """Of random numbers; dtype: None = as the decoder keeps them."""
+    config, num_blocks = decoder.config, rows * -(-context // BLOCK_SIZE)
+    shape = BLOCK_SIZE, config.num_kv_heads, config.head_dim
+    kv = PagedKV(config.num_layers, num_blocks, *shape, dtype or decoder.kv_dtype, CPU)
+    slots = torch.arange(num_blocks * BLOCK_SIZE)
+    numbers = torch.randn(len(slots), *shape[1:], generator=torch.Generator().manual_seed(0))
+    for layer in range(config.num_layers):
+        kv.write(layer, slots, numbers, numbers)
     return kv
+
+
+def whole_pass(
+    decoder: Decoder,
+    sizes: tuple[int, int, int],
+    hi: int,
+    head: bool = True,
+    kv_dtype: torch.dtype | None = None,
+) -> Callable[[], Any]:
+    """A pass through layers 0 to hi over (rows, tokens of each, context)."""
+    rows, q_len, context = sizes
+    kv, view = make_kv(decoder, rows, context, kv_dtype), pass_view(rows, q_len, context)
+    hidden = torch.randn(rows * q_len, decoder.config.hidden_size)
+    return lambda: (
+        decoder.run_layers(hidden.clone(), 0, hi, kv, view),
+        decoder.logits(hidden, hi) if head else None,
+    )
 
 
 def measure_passes(decoders: dict[str, Decoder], repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds of passes with context 128, by pass and weights."""
-
-    def whole(decoder: Decoder, rows: int, q_len: int, hi: int, head: bool) -> Callable[[], Any]:
-        kv, view = make_kv(decoder, rows, 128), pass_view(rows, q_len, 128)
-        hidden = torch.randn(rows * q_len, decoder.config.hidden_size)
-        return lambda: (
-            decoder.run_layers(hidden.clone(), 0, hi, kv, view),
-            decoder.logits(hidden, hi) if head else None,
-        )
-
     layers = next(iter(decoders.values())).config.num_layers
     widths = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 1), (16, 1), (16, 4), (64, 1))
     passes = {f"{rows} x {q_len} tokens, and head": (rows, q_len, layers, True) for rows, q_len in widths}
     passes |= {"1 x 1 tokens, all layers": (1, 1, layers, False)}
     passes |= {"1 x 1 tokens, half the layers": (1, 1, layers // 2, False)}
     return {
-        name: median_ms({kind: whole(decoder, *of) for kind, decoder in decoders.items()}, repeats)
-        for name, of in passes.items()
+        name: median_ms(
+            {kind: whole_pass(decoder, (rows, q_len, 128), hi, head) for kind, decoder in decoders.items()},
+            repeats,
+        )
+        for name, (rows, q_len, hi, head) in passes.items()
+    }
+
+
+def measure_kv(decoder: Decoder, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of passes of one model, head included, by what its keys and values are kept in."""
+    layers, kinds = decoder.config.num_layers, {"bfloat16": torch.bfloat16, "int8": torch.int8}
+    return {
+        f"{rows} x {q_len} tokens, context {context}": median_ms(
+            {
+                name: whole_pass(decoder, (rows, q_len, context), layers, kv_dtype=dtype)
+                for name, dtype in kinds.items()
+            },
+            repeats,
+        )
+        for rows, q_len, context in ((1, 1, 512), (8, 1, 512), (8, 3, 512), (32, 1, 512), (64, 1, 512))
     }
 
 
@@ -210,6 +233,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "environment": environment(),
             "row_invariant": {name: decoder.row_invariant for name, decoder in decoders.items()},
             "pass_ms": measure_passes(decoders, options.repeats),
+            "kv_ms": measure_kv(decoders["int8"], options.repeats),
             "attention_ms": measure_attention(decoders["float32"], options.repeats),
             "step": {
                 f"{name}, {rows} rows, {how}": measure_step(decoder, rows, 160, max_run_ms)
@@ -238,6 +262,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for name in decoders
         },
         **{
+            f"KV in bfloat16 / int8, {name}": times["bfloat16"] / times["int8"]
+            for name, times in result["kv_ms"].items()
+        },
+        **{
             f"sdpa / numba, {name}": times["sdpa"] / times["numba"]
             for name, times in result["attention_ms"].items()
         },
@@ -247,7 +275,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def print_result(result: dict[str, Any]) -> None:
     beside = {f"{name}, busy": values for name, values in result["step beside a busy program"].items()}
-    tables = {**result["attention_ms"], **result["pass_ms"], **result["step"], **beside}
+    kv = {f"int8, KV, {name}": values for name, values in result["kv_ms"].items()}
+    tables = {**result["attention_ms"], **result["pass_ms"], **kv, **result["step"], **beside}
     for name, value in (
         *result["environment"].items(),
         *((f"{name}: {of}", value) for name, values in tables.items() for of, value in values.items()),

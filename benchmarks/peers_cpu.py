@@ -16,6 +16,7 @@ An engine whose packages are missing is left out. The engines:
                            precision are what it chooses itself
     ...-lookup             its prompt lookup, as in its own sample
     hispec-float32, -bfloat16, -int8   plain decoding
+    hispec-int8-kv         the same, keys and values in int8, too
     ...-plan               speculation by the plan of --plan
 
 All weights come from the Q4_1 file: float32, bfloat16 and int8 are made of what it stores. No engine keeps a

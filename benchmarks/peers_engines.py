@@ -74,6 +74,7 @@ def open_hispec(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     has_plan: bool = False,
 ) -> Generate:
     from hispec.jobs.bench_inputs import generate, warm_up
@@ -84,6 +85,7 @@ def open_hispec(
         MODEL,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         speculative=setup.plan if has_plan else None,
         max_num_seqs=batch_size,
         max_model_len=setup.max_len,
@@ -279,5 +281,6 @@ ENGINES = {
     "hispec-bfloat16": Engine(partial(open_hispec, dtype="bfloat16")),
     "hispec-bfloat16-plan": Engine(partial(open_hispec, dtype="bfloat16", has_plan=True)),
     "hispec-int8": Engine(partial(open_hispec, quantization="int8")),
+    "hispec-int8-kv": Engine(partial(open_hispec, quantization="int8", kv_cache_dtype="int8")),
     "hispec-int8-plan": Engine(partial(open_hispec, quantization="int8", has_plan=True)),
 }

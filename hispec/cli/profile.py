@@ -57,7 +57,8 @@ def add(commands: Any) -> None:
         nargs="*",
         metavar="NAME",
         help="only compare what weights may be held in, by plain decoding: float32, bfloat16, float16, int8,"
-        " int4, the others with the first (default: float32 bfloat16 int8, on a GPU bfloat16 int8)",
+        " int4, int8_kv (int8, keys and values too), the others with the first (default: float32 bfloat16"
+        " int8, on a GPU bfloat16 int8)",
     )
     add_options(
         profile,

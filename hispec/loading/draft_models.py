@@ -56,17 +56,22 @@ class DraftModels:
             length = min(
                 max_model_len, config.max_position_embeddings, config.sliding_window or max_model_len
             )
-            self._loaded[path] = Decoder.load(
-                checkpoint,
-                target.dtype,
-                target.device,
-                self._attention,
-                max_positions=length,
-                quantization=target.make_linear.quantization,
-                exact=target.make_linear.exact,
-                weights_dtype=target.weights_dtype,
-                kv_dtype=target.kv_dtype,
-            )
+            try:
+                self._loaded[path] = Decoder.load(
+                    checkpoint,
+                    target.dtype,
+                    target.device,
+                    self._attention,
+                    max_positions=length,
+                    quantization=target.make_linear.quantization,
+                    exact=target.make_linear.exact,
+                    weights_dtype=target.weights_dtype,
+                    kv_dtype=target.kv_dtype,
+                )
+            except CheckpointError:
+                raise
+            except ValueError as error:
+                raise ConfigError(f"{_WHERE}: {error}") from error
         return self._loaded[path]
 
     @property

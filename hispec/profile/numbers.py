@@ -44,7 +44,9 @@ def default_numbers(device: str) -> list[str]:
 
 
 def engine_settings(numbers: str) -> dict[str, str | None]:
-    """The fields of `engine` that hold weights in these numbers."""
+    """The fields of `engine` that hold weights in these numbers; int8_kv: keys and values in int8, too."""
+    if numbers == "int8_kv":
+        return {**engine_settings("int8"), "kv_cache_dtype": "int8"}
     if numbers in _QUANTIZED:
         return {"dtype": "auto", "quantization": numbers}
     return {"dtype": numbers, "quantization": None}

@@ -17,7 +17,7 @@ from ..utils.files import check_folder, check_targets
 from ..utils.plots import check_matplotlib
 
 Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
-Numbers = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+Numbers = Literal["float32", "bfloat16", "float16", "int8", "int4", "int8_kv"]
 
 
 class ProfileOptions(Settings):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fault import Fault
-from .suites import BFLOAT16, INTEGERS, RUNS
+from .suites import BFLOAT16, INT8_KV, INTEGERS, RUNS
 
 FAULTS = (
     Fault(
@@ -43,21 +43,21 @@ FAULTS = (
     ),
     Fault(
         "int8 mixes the numbers of a vector with the signs of its neighbours alone",
-        "ee_models/kernels/numba_int8.py",
+        "ee_models/kernels/numba_rounding.py",
         "if lane & stride else 0",
         "if lane & 1 else 0",
         INTEGERS,
     ),
     Fault(
         "int8 adds vectors where it mixes them, and takes none away",
-        "ee_models/kernels/numba_int8.py",
+        "ee_models/kernels/numba_rounding.py",
         "builder.fadd(first, second), builder.fsub(first, second)",
         "builder.fadd(first, second), builder.fadd(first, second)",
         INTEGERS,
     ),
     Fault(
         "int8 scales a group by the numbers of its last vector",
-        "ee_models/kernels/numba_int8.py",
+        "ee_models/kernels/numba_rounding.py",
         'builder.select(builder.icmp_signed(">", size, peak), size, peak), largest)',
         "size, largest)",
         INTEGERS,
@@ -68,6 +68,69 @@ FAULTS = (
         "for each in bits for width in widths)",
         "for each in bits for width in [max(widths)])",
         ("tests/ee_models/test_fused_pass.py",),
+    ),
+    Fault(
+        "KV in int8: a query takes its neighbour's scale",
+        "ee_models/attention/numba_int8_products.py",
+        "load(builder, query_scales, INT(4 * i), FLOAT)",
+        "load(builder, query_scales, INT(0), FLOAT)",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: keys keep the scale of the first vector",
+        "ee_models/attention/numba_int8_products.py",
+        "scales = [load(builder, part, of_scales) for part in own]",
+        "scales = [load(builder, own[0], of_scales) for part in own]",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: weights have the scale of what a query does not see",
+        "ee_models/attention/numba_int8_products.py",
+        'builder.select(builder.icmp_signed("<", place, limit), part, zero)',
+        "part",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: a weight of 128 steps and more is one below zero",
+        "ee_models/attention/numba_int8_products.py",
+        "dot(builder, total, weight, numbers)",
+        "dot(builder, total, found[0][0], as_numbers(builder, weight))",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: queries are not mixed",
+        "ee_models/attention/numba_int8_products.py",
+        "        mix_numbers(x, head_dim)\n",
+        "",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: a path begins with what its group held before",
+        "ee_models/attention/numba_int8_unit.py",
+        "for j in range(i * GROUP, min((i + 1) * GROUP, count)):",
+        "for j in range(max(i * GROUP, path_start - start), min((i + 1) * GROUP, count)):",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: values of a path lie as keys do",
+        "ee_models/attention/numba_int8_unit.py",
+        "copy_slot(values, lane, targets[1], j % GROUP, num_heads, head_dim, False)",
+        "copy_slot(values, lane, targets[1], j % GROUP, num_heads, head_dim, True)",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: a scale is written beside its slot",
+        "ee_models/kernels/numba_int8_kv.py",
+        "carray(pointer(group + GROUP * head_dim), GROUP, np.float32)[lane] = scale",
+        "carray(pointer(group + GROUP * head_dim), GROUP, np.float32)[lane ^ 1] = scale",
+        INT8_KV,
+    ),
+    Fault(
+        "KV in int8: what moves leaves its scale behind",
+        "cache/int8_kv.py",
+        "scales[_of_scales(slots)] = rows[..., -SCALE_BYTES:]",
+        "pass",
+        INT8_KV,
     ),
     Fault(
         "int8 takes 128 away once too little",

@@ -212,9 +212,8 @@ FAULTS = (
     Fault(
         "KV of a padding row written (reference)",
         "cache/paged_kv.py",
-        "        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
-        "        slots = slots.clamp(min=0)\n        self._storage[layer, 0][slots] ="
-        " keys.to(self.data.dtype)\n",
+        "                entries[slots] = numbers.to(self.data.dtype)\n",
+        "                entries[slots.clamp(min=0)] = numbers.to(self.data.dtype)\n",
         ("tests/cache/test_tensors.py", "tests/ee_models/test_kernels.py"),
     ),
     Fault(

@@ -14,6 +14,11 @@ STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py", "tests/training/test_early_exit_runs.py")
 INTEGERS = ("tests/ee_models/test_narrow_linear.py",)
+INT8_KV = (
+    "tests/cache/test_int8_kv.py",
+    "tests/ee_models/test_attention_in_int8.py",
+    "tests/laws/test_int8_kv.py",
+)
 BFLOAT16 = ("tests/ee_models/test_bfloat16.py", "tests/ee_models/test_attention_in_bfloat16.py")
 JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/command/test_ee.py",)

@@ -142,6 +142,10 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
         "engine.quantization was not set and is 'int8'",
     ),
     ({"engine": {"max_num_seqs": 4, "dtype": "bfloat16"}}, "engine.dtype was not set and is 'bfloat16'"),
+    (
+        {"engine": {"max_num_seqs": 4, "kv_cache_dtype": "int8"}},
+        "engine.kv_cache_dtype was not set and is 'int8'",
+    ),
     ({"output": {"token_ids": True}}, "output.token_ids was not set and is True"),
 ]
 

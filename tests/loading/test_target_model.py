@@ -195,7 +195,38 @@ def test_without_numba_a_cpu_computes_in_the_dtype_of_the_weights(
 
 def test_a_kv_cache_dtype_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        LLM("smollm2", kv_cache_dtype="int8")
+        LLM("smollm2", kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_keys_and_values_in_int8_beside_weights_in_any_numbers(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(tmp_path / "model", num_layers=2, hidden=64)
+    assert dtypes(path, kv_cache_dtype="int8", **settings)[2] == torch.int8
+
+
+def test_int8_is_refused_where_keys_and_values_have_no_place_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"block_size=24 must be a multiple of 16 where kv_cache_dtype"):
+        EngineConfig(kv_cache_dtype="int8", block_size=24)
+    narrow = tiny_checkpoint(tmp_path / "narrow", num_layers=2, hidden=48)
+    with pytest.raises(ConfigError, match=r"engine: kv_cache_dtype 'int8' needs heads of a multiple of 16"):
+        dtypes(narrow, kv_cache_dtype="int8")
+    wide = tiny_checkpoint(tmp_path / "wide", num_layers=2, hidden=64)
+    monkeypatch.setattr("hispec.loading.target_model.runs_numba", lambda _: False)
+    with pytest.raises(ConfigError, match=r"^engine\.kv_cache_dtype='int8' with weights in float32 on cpu: "):
+        dtypes(wide, kv_cache_dtype="int8")
+
+
+def test_a_draft_model_whose_heads_have_no_place_is_refused(tmp_path: Path) -> None:
+    target = tiny_checkpoint(tmp_path / "big", num_layers=2, hidden=64)
+    draft = tiny_checkpoint(tmp_path / "small", num_layers=2, hidden=48)
+    decoder = load_decoder(open_model(target), EngineConfig(kv_cache_dtype="int8"), CPU, 64)
+    config = SpeculativeConfig(draft=DraftConfig(kind="model", path=str(draft)), num_draft_tokens=2)
+    with pytest.raises(ConfigError, match=r"heads of a multiple of 16 numbers, and the model's have 12; use"):
+        DraftModels("auto").load(config, decoder, None, 64)
 
 
 def test_a_name_that_no_file_can_have_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hispec.cli import main
+from hispec.config import EngineConfig
 from hispec.errors import ConfigError, RequestError
 from hispec.jobs.bench_runs import Group, Runs
 from hispec.jobs.load import load_job
@@ -91,6 +92,12 @@ def test_the_command_prints_a_table_and_writes_json(job: Path, capsys: pytest.Ca
         assert "--set engine.dtype=bfloat16 engine.quantization=null --write-preset" in out
     else:
         assert "float32 it is" in out
+
+
+def test_int8_with_keys_and_values_in_it_is_a_kind_of_its_own() -> None:
+    settings = engine_settings("int8_kv")
+    assert settings == {**engine_settings("int8"), "kv_cache_dtype": "int8"}
+    assert EngineConfig(**settings).kv_cache_dtype == "int8"
 
 
 def test_the_settings_that_are_recommended_are_those_that_were_measured(
