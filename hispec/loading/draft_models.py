@@ -44,7 +44,8 @@ class DraftModels:
         it names none.
 
         tokenizer   the target's; None = token ids only, then the vocabularies must be of one size
-        Raises CheckpointError if it cannot be read, ConfigError if its tokens are not the target's.
+        Raises CheckpointError if it cannot be read, ConfigError if its tokens are not the target's, or if it
+        cannot be held as the target is.
         """
         path = _path(speculative)
         if path is None:
