@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .whole_numbers import SMALLEST, mixed
+
 GROUP = 16  # slots, of which a block has whole groups
 SCALE_BYTES = 4
 MULTIPLE = 16  # of which a head has whole ones: so many numbers are mixed, or as many as MOST_MIXED
 MOST_MIXED = 64
-_FOUR = 4
-_SMALLEST = 1e-30  # Below, the inverse of a scale has no place.
+FOUR = 4
 
 
 def check_block(block_size: int) -> None:
@@ -49,17 +50,6 @@ def num_mixed(head_dim: int) -> int:
     return MULTIPLE if head_dim % MOST_MIXED else MOST_MIXED
 
 
-def mixed(blocks: Tensor) -> Tensor:
-    """H times each block [..., a power of two]: the fast Walsh-Hadamard transform, in the order of additions
-    that kernels have."""
-    stride = 1
-    while stride < blocks.shape[-1]:
-        first, second = blocks.view(*blocks.shape[:-1], -1, 2, stride).unbind(-2)
-        blocks = torch.stack([first + second, first - second], -2).view(blocks.shape)
-        stride *= 2
-    return blocks
-
-
 def encode(numbers: Tensor, is_key: bool) -> Tensor:
     """Rows [..., head_dim + SCALE_BYTES] int8 of numbers [..., head_dim]; what is not finite makes the scale
     NaN."""
@@ -67,8 +57,9 @@ def encode(numbers: Tensor, is_key: bool) -> Tensor:
     if is_key:
         numbers = _by_blocks(numbers)
     peak = numbers.abs().amax(-1, keepdim=True)
-    is_some = (peak > _SMALLEST) & peak.isfinite()
-    inverse = torch.where(is_some, 127 / peak, 0)
+    is_some = (peak > SMALLEST) & peak.isfinite()
+    # 127 / peak would be 127 times the rounded inverse.
+    inverse = torch.where(is_some, torch.full_like(peak, 127.0) / peak, 0)
     whole = torch.where(is_some, numbers, 0).mul(inverse).round().to(torch.int8)
     scale = torch.where(is_some, peak * torch.tensor(1 / 127, dtype=torch.float32), 0)
     scale = torch.where(peak.isfinite(), scale, float("nan"))
@@ -91,15 +82,26 @@ def take(groups: Tensor, slots: Tensor, is_key: bool) -> Tensor:
 def put(groups: Tensor, slots: Tensor, is_key: bool, rows: Tensor) -> None:
     """Writes rows [n, kv_heads, head_dim + SCALE_BYTES] at slots [n]; -1 is the last slot of all groups."""
     numbers, scales = _parts(groups, is_key)
-    own, size = rows[..., :-SCALE_BYTES], _FOUR if is_key else MULTIPLE
-    numbers[_places(slots, is_key)] = own.unflatten(-1, (-1, size))
+    size = FOUR if is_key else MULTIPLE
+    own = rows[..., :-SCALE_BYTES].unflatten(-1, (numbers.shape[2], size))
+    numbers[_places(slots, is_key)] = own
     scales[_of_scales(slots)] = rows[..., -SCALE_BYTES:]
+
+
+def move(groups: Tensor, sources: Tensor, targets: Tensor, is_key: bool) -> None:
+    """Copies what groups [layers, groups, kv_heads, bytes] say of slots sources [n] to slots targets [n],
+    all of it read before any is written."""
+    numbers, scales = _parts(groups, is_key)
+    to, at = ((slice(None), *_places(slots, is_key)) for slots in (targets, sources))
+    numbers[to] = numbers[at]
+    to, at = ((slice(None), *_of_scales(slots)) for slots in (targets, sources))
+    scales[to] = scales[at]
 
 
 def _parts(groups: Tensor, is_key: bool) -> tuple[Tensor, Tensor]:
     """Views of the numbers, and of the bytes of the scales."""
     at = groups.shape[-1] - GROUP * SCALE_BYTES
-    sizes = (-1, GROUP, _FOUR) if is_key else (-1, GROUP // _FOUR, MULTIPLE, _FOUR)
+    sizes = (-1, GROUP, FOUR) if is_key else (-1, GROUP // FOUR, MULTIPLE, FOUR)
     return groups[..., :at].unflatten(-1, sizes), groups[..., at:].unflatten(-1, (GROUP, SCALE_BYTES))
 
 
@@ -108,7 +110,7 @@ def _places(slots: Tensor, is_key: bool) -> Any:
     group, lane, every = slots // GROUP, slots % GROUP, slice(None)
     if is_key:
         return group, every, every, lane
-    return group, every, every, lane // _FOUR, every, lane % _FOUR
+    return group, every, every, lane // FOUR, every, lane % FOUR
 
 
 def _of_scales(slots: Tensor) -> Any:
@@ -116,4 +118,6 @@ def _of_scales(slots: Tensor) -> Any:
 
 
 def _by_blocks(numbers: Tensor) -> Tensor:
-    return mixed(numbers.unflatten(-1, (-1, num_mixed(numbers.shape[-1])))).flatten(-2)
+    head_dim = numbers.shape[-1]
+    size = num_mixed(head_dim)
+    return mixed(numbers.unflatten(-1, (head_dim // size, size))).flatten(-2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import numpy as np
 import torch
@@ -96,7 +95,7 @@ class PagedKV:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [..., kv_heads, head_dim] at slots [...]; those of int8 in float32."""
         if self.data.dtype != torch.int8:
-            return self._keys[layer][slots], self._values[layer][slots]
+            return self._storage[layer, 0][slots], self._storage[layer, 1][slots]
         keys, values = (self.rows(layer, part, slots).view(torch.int8) for part in (0, 1))
         return int8_kv.decode(keys, is_key=True), int8_kv.decode(values, is_key=False)
 
@@ -123,9 +122,8 @@ class PagedKV:
         if not targets.shape[0]:
             return
         if self.data.dtype == torch.int8:
-            for layer, part in product(range(first_layer, last_layer), (0, 1)):
-                entries, is_key = self._storage[layer, part], part == 0
-                int8_kv.put(entries, targets, is_key, int8_kv.take(entries, sources, is_key))
+            for part in (0, 1):
+                int8_kv.move(self._storage[first_layer:last_layer, part], sources, targets, part == 0)
         else:
             layers = self._storage[first_layer:last_layer]
             layers[:, :, targets] = layers[:, :, sources]

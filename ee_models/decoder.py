@@ -18,7 +18,7 @@ from .attention import AttentionBackend, select_backend
 from .checkpoint.loader import Checkpoint
 from .checkpoint.weights import EMBEDDING, HEAD
 from .config import ModelConfig
-from .kernels import QkNorms, select_kernels
+from .kernels import QkNorms, runs_numba, select_kernels
 from .linear import Linear
 from .linear_factory import LinearMaker
 from .pass_steps import Kind, PassStep
@@ -120,6 +120,8 @@ class Decoder:
         """
         config = checkpoint.config
         if kv_dtype == torch.int8:
+            if not runs_numba(device):
+                raise ValueError(f"kv_cache_dtype 'int8' is for CPUs, not for {device}; use 'auto'")
             int8_kv.check_head(config.head_dim)
         make_linear = LinearMaker(device, dtype, quantization, exact, weights_dtype)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu_parts.run import Bench
+from cache.paged_kv import PagedKV
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 from hispec.config import PLAIN, Plan
@@ -19,7 +20,8 @@ def bytes_read(decoder: Decoder, lo: int, hi: int, num_heads: int, rows: int, co
     mostly in the cache."""
     config = decoder.config
     weights = sum(linear.num_bytes for layer in decoder._layers[lo:hi] for linear in layer.linears)
-    kv = rows * context * 2 * config.kv_size * decoder.dtype.itemsize * (hi - lo)
+    shape = context, config.num_kv_heads, config.head_dim
+    kv = rows * PagedKV.bytes_per_block(hi - lo, *shape, decoder.kv_dtype)
     return weights + num_heads * decoder.head.num_bytes + kv
 
 

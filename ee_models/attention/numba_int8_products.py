@@ -21,11 +21,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from cache.int8_kv import GROUP, MOST_MIXED, MULTIPLE
+from cache.int8_kv import FOUR, GROUP, MULTIPLE
 
 from ..kernel_cache import njit
 from ..kernels.numba_int8 import as_numbers, dot
-from ..kernels.numba_int8_kv import DIMS, FOUR, LINE
+from ..kernels.numba_int8_kv import LINE, num_mixed
 from ..kernels.numba_math import ONE
 from ..kernels.numba_rounding import WHOLE, find_scale, keep_largest, mix_numbers, narrow, to_whole
 from ..kernels.numba_vectors import (
@@ -68,16 +68,14 @@ def _score_intrinsic(
     asked: Any,
 ) -> Any:
     """scores[i, :_KEYS] = queries[i] . keys for 1 to QUERIES queries i; WIDTH keys from each of two addresses
-    `parts` in groups on. begins: -128 times the sum of each query's numbers. Asks for the lines at two other
-    addresses meanwhile. queries and scores are ROWS, the others addresses."""
+    in groups on, `parts`. begins: -128 times the sum of each query's numbers; asked: two addresses whose
+    lines are asked for meanwhile. queries and scores are ROWS, the others addresses."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         num, queries, begins, query_scales, parts, head_dim, scores, asked = args
         own, others = ([builder.extract_value(each, i) for i in range(2)] for each in (parts, asked))
-        of_scales, upper = (
-            builder.mul(head_dim, INT(GROUP)),
-            ir.Constant(WHOLE, [0x80808080 - (1 << 32)] * WIDTH),
-        )
+        of_scales = builder.mul(head_dim, INT(GROUP))
+        upper = ir.Constant(WHOLE, [0x80808080 - (1 << 32)] * WIDTH)
 
         def block(count: int) -> None:
             rows, totals = rows_of(builder, queries, count), []
@@ -108,8 +106,7 @@ def _score_intrinsic(
         for_count(builder, num, QUERIES, block)
         return NONE
 
-    two = types.UniTuple(types.intp, 2)
-    return types.none(types.intp, ROWS, *(types.intp,) * 2, two, types.intp, ROWS, two), generate
+    return types.none(types.intp, ROWS, *(types.intp,) * 2, ROWS, types.intp, ROWS, ROWS), generate
 
 
 def _narrow_weights_intrinsic(
@@ -162,19 +159,8 @@ def _accumulate_intrinsic(
     at the address `groups`; asks for the lines at other addresses meanwhile. weights and sums are ROWS."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        (
-            num,
-            weights,
-            weight_scales,
-            groups,
-            num_groups,
-            offset,
-            factors,
-            sums,
-            num_parts,
-            asked,
-            asked_offset,
-        ) = args
+        num, weights, weight_scales, groups, num_groups, offset, *rest = args
+        factors, sums, num_parts, asked, asked_offset = rest
         zero = ir.Constant(WHOLE, [0] * WIDTH)
 
         def block(count: int, parts: int) -> None:
@@ -212,11 +198,17 @@ def _accumulate_intrinsic(
                     add_product(builder, its_sum, scale, builder.sitofp(builder.load(total), VECTOR))
                     store(builder, builder.load(its_sum), row, column)
 
+        def blocks(parts: int) -> None:
+            for_count(builder, num, QUERIES, lambda count: block(count, parts))
+
+        if _PARTS * WIDTH == MULTIPLE:  # which any head has
+            blocks(_PARTS)
+            return NONE
         with builder.if_else(builder.icmp_unsigned("==", num_parts, INT(_PARTS))) as (wide, one):
             with wide:
-                for_count(builder, num, QUERIES, lambda count: block(count, _PARTS))
+                blocks(_PARTS)
             with one:
-                for_count(builder, num, QUERIES, lambda count: block(count, 1))
+                blocks(1)
         return NONE
 
     signature = types.intp, ROWS, *(types.intp,) * 5, ROWS, *(types.intp,) * 3
@@ -233,7 +225,7 @@ def round_queries(queries: Any, out: Any, scales: Any, begins: Any) -> None:
     """queries [n, head_dim], mixed where they are, as whole numbers out [n, head_dim] int8; scales [n], which
     take back that keys are mixed, too; begins [n] int32: -128 times their sums."""
     head_dim = queries.shape[1]
-    factor = ONE / np.float32(MULTIPLE if head_dim % MOST_MIXED else MOST_MIXED)
+    factor = ONE / np.float32(num_mixed(head_dim))
     for i in range(queries.shape[0]):
         x = queries.ctypes.data + 4 * i * head_dim
         mix_numbers(x, head_dim)
@@ -298,9 +290,9 @@ def accumulate(
     num_groups, num_parts = (count + GROUP - 1) // GROUP, 1 if head_dim % (_PARTS * WIDTH) else _PARTS
     for d in range(0, head_dim, num_parts * WIDTH):
         of_sums = sums.ctypes.data + 4 * (i * head_dim + d), 4 * head_dim
-        at = d // DIMS * _FOURS * LINE + d % DIMS * FOUR
+        at = d // MULTIPLE * _FOURS * LINE + d % MULTIPLE * FOUR
         _accumulate(
             *(num, (rounded.ctypes.data, TILE), weight_scales.ctypes.data, groups.ctypes.data, num_groups),
             *(of_head + at, factors.ctypes.data + 4 * i, of_sums, num_parts),
-            *(others, of_other + d // DIMS * _FOURS * LINE),
+            *(others, of_other + d // MULTIPLE * _FOURS * LINE),
         )

@@ -9,7 +9,7 @@ import numpy as np
 from cache.int8_kv import GROUP
 
 from ..kernel_cache import njit
-from ..kernels.numba_int8_kv import bytes_of_head, copy_slot
+from ..kernels.numba_int8_kv import bytes_of_head, copy_key, copy_value
 from ..kernels.numba_math import ONE
 from .numba_int8_products import GROUPS, QUERIES, accumulate, round_queries, score
 from .numba_products import FAR_BELOW, TILE, query_at, weigh
@@ -50,9 +50,11 @@ def _gather_path(
     spare: Any,
 ) -> None:
     """Where a path tells some of `count` positions from `start` on, puts groups together in `spare`
-    [2, GROUPS * bytes]: of those that it tells, and of those before, which the table does."""
-    num_heads, head_dim = shape
-    bytes_per_group = num_heads * bytes_of_head(head_dim)
+    [2, GROUPS * bytes]: of those that it tells, and of those before, which the table does. shape: heads, of
+    these the first and the last + 1 that are read, numbers of each."""
+    num_heads, first_head, last_head, head_dim = shape
+    bytes_per_head = bytes_of_head(head_dim)
+    bytes_per_group = num_heads * bytes_per_head
     for i in range(max(0, path_start - start) // GROUP, (count + GROUP - 1) // GROUP):
         targets = spare.ctypes.data + i * bytes_per_group, spare.ctypes.data + (GROUPS + i) * bytes_per_group
         for j in range(i * GROUP, min((i + 1) * GROUP, count)):
@@ -61,8 +63,10 @@ def _gather_path(
                 slot = path[start + j - path_start]
                 offset, lane = slot // GROUP * bytes_per_group, slot % GROUP
                 keys, values = bases[0] + offset, bases[1] + offset
-            copy_slot(keys, lane, targets[0], j % GROUP, num_heads, head_dim, True)
-            copy_slot(values, lane, targets[1], j % GROUP, num_heads, head_dim, False)
+            for head in range(first_head, last_head):
+                at = head * bytes_per_head
+                copy_key(keys + at, lane, targets[0] + at, j % GROUP, head_dim)
+                copy_value(values + at, lane, targets[1] + at, j % GROUP, head_dim)
         of_keys[i], of_values[i] = targets
     for i in range((count + GROUP - 1) // GROUP, GROUPS):
         of_keys[i], of_values[i] = of_keys[i - 1], of_values[i - 1]
@@ -136,8 +140,9 @@ def attend_unit_in_int8(
                 )
             if by_table < count:
                 _gather_path(
-                    *(paths[token], path_starts[token], start, count, (num_kv_heads, head_dim)),
-                    *((keys, values), of_keys, of_values, spare),
+                    *(paths[token], path_starts[token], start, count),
+                    *((num_kv_heads, first_head, last_head, head_dim), (keys, values)),
+                    *(of_keys, of_values, spare),
                 )
             for kv_head in range(first_head, last_head):
                 of_head, is_last = kv_head * bytes_per_head, kv_head + 1 == last_head

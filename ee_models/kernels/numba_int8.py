@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from cache.int8_kv import mixed
+from cache.whole_numbers import mixed
 
 from ..kernel_cache import njit
 from .numba_rounding import WHOLE, find_scale, keep_largest, mix, reduce_whole, to_whole

@@ -6,29 +6,23 @@ from __future__ import annotations
 import numpy as np
 from numba.np.numpy_support import carray
 
-from cache.int8_kv import GROUP, SCALE_BYTES
+from cache import int8_kv
+from cache.int8_kv import FOUR, GROUP, MULTIPLE
 
 from ..kernel_cache import njit
 from .numba_rounding import mix_numbers, narrow
 from .threads import pointer
 
-FOUR, DIMS = 4, 16  # numbers of a slot, and of four slots, that lie together
-LINE = 64  # bytes of either for all slots of a group, or for four
+LINE = 64  # bytes of four numbers of a group's slots, or of MULTIPLE numbers of four
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
+_inlined = njit(error_model="numpy", nogil=True, inline="always")
+bytes_of_head, num_mixed = _inlined(int8_kv.bytes_per_group), _inlined(int8_kv.num_mixed)
 
 
 @_kernel
-def bytes_of_head(head_dim: int) -> int:
-    """Of a group."""
-    return GROUP * (head_dim + SCALE_BYTES)
-
-
-@_kernel
-def place_of(d: int, lane: int, is_key: bool) -> int:
-    """Where number d of a slot lies in its group, in bytes."""
-    if is_key:
-        return d // FOUR * LINE + FOUR * lane + d % FOUR
-    return (d // DIMS * (GROUP // FOUR) + lane // FOUR) * LINE + FOUR * (d % DIMS) + lane % FOUR
+def _place_of_value(d: int, lane: int) -> int:
+    """Where number d of a slot's value lies in its group, in bytes."""
+    return (d // MULTIPLE * (GROUP // FOUR) + lane // FOUR) * LINE + FOUR * (d % MULTIPLE) + lane % FOUR
 
 
 @_kernel
@@ -37,24 +31,41 @@ def store_head(x: int, head_dim: int, spare: int, group: int, lane: int, is_key:
     group; spare: room for as many bytes."""
     if is_key:
         mix_numbers(x, head_dim)
-    scale = narrow(x, head_dim, spare)
-    numbers = carray(pointer(spare), head_dim, np.int8)
-    out = carray(pointer(group), GROUP * head_dim, np.int8)
-    for d in range(head_dim):
-        out[place_of(d, lane, is_key)] = numbers[d]
+        scale = narrow(x, head_dim, spare)
+        fours = carray(pointer(spare), head_dim // FOUR, np.int32)
+        places = carray(pointer(group), GROUP * head_dim // FOUR, np.int32)
+        for four in range(head_dim // FOUR):
+            places[GROUP * four + lane] = fours[four]
+    else:
+        scale = narrow(x, head_dim, spare)
+        numbers = carray(pointer(spare), head_dim, np.int8)
+        out = carray(pointer(group), GROUP * head_dim, np.int8)
+        for d in range(head_dim):
+            out[_place_of_value(d, lane)] = numbers[d]
     carray(pointer(group + GROUP * head_dim), GROUP, np.float32)[lane] = scale
 
 
 @_kernel
-def copy_slot(
-    source: int, lane: int, target: int, to_lane: int, num_heads: int, head_dim: int, is_key: bool
-) -> None:
-    """What a group says of a slot, of all heads, to a slot of another."""
-    for head in range(num_heads):
-        start = head * bytes_of_head(head_dim)
-        given = carray(pointer(source + start), GROUP * head_dim, np.int8)
-        taken = carray(pointer(target + start), GROUP * head_dim, np.int8)
-        for d in range(head_dim):
-            taken[place_of(d, to_lane, is_key)] = given[place_of(d, lane, is_key)]
-        scales = carray(pointer(source + start + GROUP * head_dim), GROUP, np.float32)
-        carray(pointer(target + start + GROUP * head_dim), GROUP, np.float32)[to_lane] = scales[lane]
+def copy_key(source: int, lane: int, target: int, to_lane: int, head_dim: int) -> None:
+    """What a head's group says of a slot, to a slot of another."""
+    given = carray(pointer(source), GROUP * head_dim // FOUR, np.int32)
+    taken = carray(pointer(target), GROUP * head_dim // FOUR, np.int32)
+    for four in range(head_dim // FOUR):
+        taken[GROUP * four + to_lane] = given[GROUP * four + lane]
+    _copy_scale(source, lane, target, to_lane, head_dim)
+
+
+@_kernel
+def copy_value(source: int, lane: int, target: int, to_lane: int, head_dim: int) -> None:
+    """As copy_key."""
+    given = carray(pointer(source), GROUP * head_dim, np.int8)
+    taken = carray(pointer(target), GROUP * head_dim, np.int8)
+    for d in range(head_dim):
+        taken[_place_of_value(d, to_lane)] = given[_place_of_value(d, lane)]
+    _copy_scale(source, lane, target, to_lane, head_dim)
+
+
+@_kernel
+def _copy_scale(source: int, lane: int, target: int, to_lane: int, head_dim: int) -> None:
+    scales = carray(pointer(source + GROUP * head_dim), GROUP, np.float32)
+    carray(pointer(target + GROUP * head_dim), GROUP, np.float32)[to_lane] = scales[lane]

@@ -12,16 +12,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cache.int8_kv import MOST_MIXED, MULTIPLE
+from cache.whole_numbers import SMALLEST
 
-from ..kernel_cache import njit
-from .numba_vectors import FLOAT, INT, INT32, VECTOR, WIDTH, load, shuffle, spread, store
+from .numba_vectors import FLOAT, INT, INT32, NONE, VECTOR, WIDTH, load, shuffle, spread, store
 
 WHOLE = ir.VectorType(INT32, WIDTH)
 # Added to a float32 of less than 2 ** 22 and taken away again, it leaves the nearest whole number.
 ROUNDS = np.float32(1.5 * 2**23)
 INFINITE = 0x7F800000  # bits of a float32
-SMALLEST = np.float32(1e-30)  # peak of numbers that are more than zeros: 127 / peak must have a place, too
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
 def mix(builder: Any, parts: Sequence[Any]) -> list[Any]:
@@ -64,7 +62,7 @@ def find_scale(builder: Any, largest: Any, steps: int) -> tuple[Any, Any, Any]:
     peak = reduce_whole(builder, "smax", builder.load(largest))
     is_finite = builder.icmp_signed("<", peak, INT32(INFINITE))
     number = builder.bitcast(peak, FLOAT)
-    is_more = builder.fcmp_ordered(">", number, FLOAT(SMALLEST))
+    is_more = builder.fcmp_ordered(">", number, FLOAT(float(np.float32(SMALLEST))))
     is_some = builder.and_(is_finite, is_more)
     inverse = builder.select(is_some, builder.fdiv(FLOAT(float(steps)), number), FLOAT(0.0))
     scale = builder.fmul(number, FLOAT(float(np.float32(1 / steps))))
@@ -99,7 +97,7 @@ def _mix_intrinsic(_context: Any, x: Any, count: Any) -> Any:
                 mix_blocks(MULTIPLE)
             with wide:
                 mix_blocks(MOST_MIXED)
-        return ir.Constant(ir.IntType(8).as_pointer(), None)
+        return NONE
 
     return types.none(types.intp, types.intp), generate
 

@@ -17,15 +17,15 @@ class EngineConfig(Settings):
                             products in it (AMX; AVX512-BF16 of AMD), else float32. A CPU computes in float32,
                             whatever they are held in, but for bfloat16 where it has such products
     kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 and int4 on a CPU.
-                            "int8" = half of bfloat16's bytes, on a CPU: more rows fit, and attention, which
-                            waits for them, takes less time. On a GPU no other than dtype
+                            "int8" = little more than half of bfloat16's bytes, on a CPU: more rows fit, and
+                            attention, which waits for them, takes less time. On a GPU no other than dtype
     device                  "auto" = a GPU if there is one
     quantization            "int8" or "int4" weights, those of exits and draft models included; the
                             output is that of the quantized model. None = as stored. On a GPU int4 needs
                             torchao
     max_num_seqs            requests that run together at most: rows of a round
     max_model_len           prompt + output of one request at most; None = the model's own limit
-    block_size              positions per KV block
+    block_size              positions per KV block; with kv_cache_dtype int8 a multiple of 16
     num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free
                             memory; on a GPU within what a trial run of the largest passes leaves free
     gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted

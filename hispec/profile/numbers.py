@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -43,13 +43,15 @@ def default_numbers(device: str) -> list[str]:
     return ["float32", "bfloat16", "int8"] if select_device(device).type == "cpu" else ["bfloat16", "int8"]
 
 
-def engine_settings(numbers: str) -> dict[str, str | None]:
-    """The fields of `engine` that hold weights in these numbers; int8_kv: keys and values in int8, too."""
+def engine_settings(numbers: str, compared: Collection[str] = ()) -> dict[str, str | None]:
+    """The fields of `engine` that hold weights in these numbers; int8_kv: keys and values in int8, too. Where
+    that is among those that are compared, the others say that they have these as they would by themselves."""
+    kv: dict[str, str | None] = {"kv_cache_dtype": "auto"} if "int8_kv" in compared else {}
     if numbers == "int8_kv":
-        return {**engine_settings("int8"), "kv_cache_dtype": "int8"}
+        return {"dtype": "auto", "quantization": "int8", "kv_cache_dtype": "int8"}
     if numbers in _QUANTIZED:
-        return {"dtype": "auto", "quantization": numbers}
-    return {"dtype": numbers, "quantization": None}
+        return {"dtype": "auto", "quantization": numbers, **kv}
+    return {"dtype": numbers, "quantization": None, **kv}
 
 
 def numbers_to_file(
@@ -150,7 +152,7 @@ def _open(job: Job, numbers: str, options: NumbersOptions) -> LLM:
     from ..llm import LLM
 
     settings = job.engine.model_dump() | {
-        **engine_settings(numbers),
+        **engine_settings(numbers, options.numbers),
         "max_num_seqs": options.batch_size,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": job.engine.gpu_memory_utilization / 2,  # there are two at once
@@ -284,8 +286,10 @@ def _advice(result: Mapping[str, Any], job: Path) -> str:
         if any(each["interval"] is None for each in result["measured"][1:]):
             return f"{best} it is: a single repeat of so few batches tells no speeds apart; give --repeats 3."
         return f"{best} it is: nothing else is faster, beyond chance, and within --max-kl={max_kl:g} of it."
+    compared = result["options"]["numbers"]
     settings = " ".join(
-        f"engine.{name}={'null' if value is None else value}" for name, value in engine_settings(best).items()
+        f"engine.{name}={'null' if value is None else value}"
+        for name, value in engine_settings(best, compared).items()
     )
     return (
         f"{best} is the fastest within --max-kl={max_kl:g}. The best plan for it:\n"

@@ -91,10 +91,10 @@ FAULTS = (
         INT8_KV,
     ),
     Fault(
-        "KV in int8: a weight of 128 steps and more is one below zero",
+        "KV in int8: values have no sign, and weights have one",
         "ee_models/attention/numba_int8_products.py",
         "dot(builder, total, weight, numbers)",
-        "dot(builder, total, found[0][0], as_numbers(builder, weight))",
+        "dot(builder, total, numbers[0], as_numbers(builder, weight))",
         INT8_KV,
     ),
     Fault(
@@ -114,8 +114,8 @@ FAULTS = (
     Fault(
         "KV in int8: values of a path lie as keys do",
         "ee_models/attention/numba_int8_unit.py",
-        "copy_slot(values, lane, targets[1], j % GROUP, num_heads, head_dim, False)",
-        "copy_slot(values, lane, targets[1], j % GROUP, num_heads, head_dim, True)",
+        "copy_value(values + at,",
+        "copy_key(values + at,",
         INT8_KV,
     ),
     Fault(

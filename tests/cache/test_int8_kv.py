@@ -10,7 +10,10 @@ from torch import Tensor
 from cache import int8_kv
 from cache.host_kv import HostKV
 from cache.paged_kv import PagedKV
+from cache.view import BatchView
+from cache.whole_numbers import mixed
 from ee_models.kernels import numba_int8_kv
+from ee_models.kernels.cpu import NumbaKernels
 
 CPU, INT8 = torch.device("cpu"), torch.int8
 SIZES = [16, 48, 64, 80, 128, 256]
@@ -50,7 +53,7 @@ def test_numbers_are_at_most_half_a_step_off(head_dim: int, is_key: bool) -> Non
 
 def test_mixing_twice_gives_what_was_there() -> None:
     numbers = randn(20, 64)
-    torch.testing.assert_close(int8_kv.mixed(int8_kv.mixed(numbers)) / 64, numbers)
+    torch.testing.assert_close(mixed(mixed(numbers)) / 64, numbers)
 
 
 def test_numbers_of_any_kind_have_a_row() -> None:
@@ -75,6 +78,48 @@ def test_kernels_write_the_same_bits(head_dim: int, is_key: bool) -> None:
     assert torch.equal(found, expected)
 
 
+def test_a_scale_is_divided_by_once() -> None:
+    """127 / peak, as kernels compute it, not 127 times the rounded inverse of the peak."""
+    peaks = torch.rand(20_000, 1, generator=torch.Generator().manual_seed(0)) + 0.5
+    numbers = torch.cat([peaks, *(peaks * ((n + 0.5) / 127) for n in range(15))], 1)
+    expected, found = (torch.zeros(1250, 1, 16 * 20, dtype=INT8) for _ in range(2))
+    int8_kv.put(expected, torch.arange(20_000), False, int8_kv.encode(numbers.unsqueeze(1), False))
+    spare, first, step = np.empty(16, np.int8), found.data_ptr(), found.stride(0)
+    for slot, row in enumerate(numbers):
+        group = first + slot // 16 * step
+        numba_int8_kv.store_head(row.data_ptr(), 16, spare.ctypes.data, group, slot % 16, False)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_padding", [0, 3])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 2, 16), (2, 2, 80)])
+def test_kernels_write_every_head_to_its_place_and_nothing_else(
+    heads: tuple[int, int, int], num_padding: int
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    shape = num_kv_heads, head_dim
+    wide, found, expected = (PagedKV(2, 4, 16, *shape, dtype, CPU) for dtype in (torch.float32, INT8, INT8))
+    for layer in range(2):
+        numbers = randn(2, 64, *shape, seed=layer)
+        for kv in (found, expected):
+            kv.write(layer, torch.arange(64), numbers[0], numbers[1])
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:20]
+    slots[:num_padding] = -1
+    angles = torch.outer(torch.arange(64.0), torch.rand(head_dim // 2))
+    cos_sin, qkv = (
+        torch.stack((angles.cos(), angles.sin()), 1),
+        randn(20, (num_heads + 2 * num_kv_heads) * head_dim),
+    )
+    view = BatchView(
+        torch.arange(20), slots, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 20]), 20, 64
+    )
+    for kv in (wide, found):
+        NumbaKernels().rope_and_store(qkv.clone(), cos_sin, None, 1e-5, kv, 1, view)
+    written = slots[num_padding:]
+    expected.write(1, written, *wide.read(1, written))
+    assert torch.equal(found.data, expected.data)
+
+
 def test_writing_a_slot_changes_no_other() -> None:
     kv = make_kv()
     before, numbers = content(kv), randn(4, 3, 32, seed=9)
@@ -86,6 +131,15 @@ def test_writing_a_slot_changes_no_other() -> None:
     others = [slot for slot in range(96) if slot not in slots.tolist()]
     assert torch.equal(content(kv)[:, :, others], before[:, :, others])
     assert torch.equal(content(kv)[0], before[0])
+
+
+def test_nothing_is_written_of_no_tokens() -> None:
+    kv = make_kv()
+    before = content(kv)
+    kv.write(1, torch.empty(0, dtype=torch.int64), torch.empty(0, 3, 32), torch.empty(0, 3, 32))
+    kv.move(0, 2, *torch.empty(2, 0, dtype=torch.int64))
+    assert torch.equal(content(kv), before)
+    assert kv.read(0, torch.empty(0, dtype=torch.int64))[0].shape == (0, 3, 32)
 
 
 def test_slots_move_to_others_and_among_each_other() -> None:

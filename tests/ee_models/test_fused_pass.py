@@ -236,11 +236,15 @@ BLOCKS: dict[str, Callable[[list[LayerWeights]], list[LayerWeights]]] = {
 # With biases, norms of heads, both kinds of groups: all that a layer's weights may have.
 @sweep(
     "numbers, family, num_threads",
-    itertools.product(
-        [NUMBERS[i] for i in (0, 1, 2, 4)],
-        ["llama", "biased_llama", "smollm2", "qwen2", "qwen3"],
-        [1, 3],
-    ),
+    [
+        case
+        for case in itertools.product(
+            [NUMBERS[i] for i in (0, 1, 2, 4, 5)],
+            ["llama", "biased_llama", "smollm2", "qwen2", "qwen3"],
+            [1, 3],
+        )
+        if fits(*case[:2])
+    ],
     lambda case: case[2] == 3 and (case[0] is NUMBERS[0] or case[1] == "qwen3"),
     ids=str,
 )

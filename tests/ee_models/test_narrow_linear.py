@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import int8_kv
+from cache import whole_numbers
 from ee_models.kernels import numba_int4, numba_int8, numba_narrow, numba_vectors
 from ee_models.kernels.threads import KernelThreads
 from ee_models.narrow_linear import NarrowLinear
@@ -110,7 +110,7 @@ def products(bits: Bits, weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tenso
 
 def mixed(rows: Tensor) -> Tensor:
     blocks = F.pad(rows, (0, -rows.shape[1] % numba_int8.BLOCK)).view(len(rows), -1, numba_int8.BLOCK)
-    return int8_kv.mixed(blocks).flatten(1)
+    return whole_numbers.mixed(blocks).flatten(1)
 
 
 def group_peaks(numbers: Tensor, num_inputs: int) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.int8_kv import mixed
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
+from cache.whole_numbers import mixed
 from ee_models import quantized
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint

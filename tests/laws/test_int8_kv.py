@@ -13,6 +13,7 @@ import torch
 
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
+from ee_models.quantized import Quantization
 from hispec.config import Plan
 from hispec.decoding.stages import Stages
 from hispec.sampling_params import SamplingParams
@@ -29,20 +30,24 @@ BLOCKS = {"block_size": 16}
 FEW = {"block_size": 16, "num_kv_blocks": 8}
 
 
+# What weights are held in, and four times the numbers of a head: 16 and 64 are mixed together.
+@pytest.fixture(scope="module", params=[(None, 64), ("int8", 64), ("int8", 256)], ids=str)
+def given(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Quantization | None, Path]:
+    quantization, hidden = request.param
+    return quantization, tiny_checkpoint(tmp_path_factory.mktemp("heads") / "model", hidden=hidden)
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 16, which may be mixed."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("heads") / "model", hidden=64)
-
-
-@pytest.fixture(scope="module", params=[None, "int8"])
-def decoder(request: pytest.FixtureRequest, path: Path) -> Iterator[Decoder]:
+def decoder(given: tuple[Quantization | None, Path]) -> Iterator[Decoder]:
     with threads(2):
-        yield Decoder.load(
-            *(open_checkpoint(path), torch.float32, torch.device("cpu")),
-            quantization=request.param,
-            kv_dtype=torch.int8,
-        )
+        yield load(*given, kv_dtype=torch.int8)
+
+
+def load(quantization: Quantization | None, path: Path, **numbers: Any) -> Decoder:
+    checkpoint = open_checkpoint(path)
+    return Decoder.load(checkpoint, torch.float32, torch.device("cpu"), quantization=quantization, **numbers)
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +59,11 @@ def alone(decoder: Decoder) -> list[list[int]]:
     ]
 
 
-def test_it_is_a_model_of_its_own(decoder: Decoder, alone: list[list[int]], path: Path) -> None:
+def test_it_is_a_model_of_its_own(
+    decoder: Decoder, alone: list[list[int]], given: tuple[Quantization | None, Path]
+) -> None:
     assert decoder.row_invariant
-    wide = Decoder.load(
-        *(open_checkpoint(path), torch.float32, torch.device("cpu")),
-        quantization=decoder.make_linear.quantization,
-    )
+    wide = load(*given)
     assert run(make_engine(wide, **BLOCKS), TEXTS, PARAMS) != alone, "or nothing was rounded"
 
 

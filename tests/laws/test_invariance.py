@@ -33,6 +33,7 @@ KINDS = [
     ("qwen3", 1, "int8"),
     ("wide", 2, "bfloat16"),
     ("qwen3", 1, "bfloat16"),
+    ("wide", 2, "int8_kv"),
     ("wide", 1, "int4"),
     ("qwen3", 2, "int4"),
 ]
@@ -53,6 +54,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         options: dict[str, Any] = {}
         if numbers in ("int8", "int4"):
             options = {"quantization": numbers, "kv_dtype": torch.bfloat16}
+        elif numbers == "int8_kv":
+            options = {"quantization": "int8", "kv_dtype": torch.int8}
         elif numbers == "bfloat16":
             options = {"weights_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
         yield Decoder.load(checkpoint, torch.float32, torch.device("cpu"), **options)
@@ -65,6 +68,8 @@ class Runner:
     def __init__(self, decoder: Decoder, block_size: int, seed: int) -> None:
         self._decoder, self._generator = decoder, random.Random(seed)
         config = decoder.config
+        if decoder.kv_dtype == torch.int8:  # whose blocks have whole groups
+            block_size *= 16
         max_blocks = -(-max(map(len, SEQUENCES)) // block_size)
         blocks = list(range(len(SEQUENCES) * max_blocks))
         self._generator.shuffle(blocks)

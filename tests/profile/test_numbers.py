@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hispec.cli import main
-from hispec.config import EngineConfig
 from hispec.errors import ConfigError, RequestError
 from hispec.jobs.bench_runs import Group, Runs
 from hispec.jobs.load import load_job
@@ -17,6 +16,7 @@ from hispec.profile import numbers
 from hispec.profile.numbers import best_of, compare_numbers, engine_settings
 from hispec.profile.options import NumbersOptions
 from tests.helpers.profile_job import ROWS, write_job
+from tests.helpers.tiny import tiny_checkpoint
 
 NUM_ROWS = 5
 SHORT = ["--max-tokens", "12", "--repeats", "2", "--batch-size", "2", "--no-progress"]
@@ -94,10 +94,18 @@ def test_the_command_prints_a_table_and_writes_json(job: Path, capsys: pytest.Ca
         assert "float32 it is" in out
 
 
-def test_int8_with_keys_and_values_in_it_is_a_kind_of_its_own() -> None:
-    settings = engine_settings("int8_kv")
-    assert settings == {**engine_settings("int8"), "kv_cache_dtype": "int8"}
-    assert EngineConfig(**settings).kv_cache_dtype == "int8"
+def test_int8_with_keys_and_values_in_it_is_beside_int8_whatever_the_job_keeps_them_in(
+    tmp_path: Path,
+) -> None:
+    path = write_job(tmp_path, tiny_checkpoint(tmp_path / "model", hidden=64, tokenizer=True), ROWS[:2])
+    options = NumbersOptions(numbers=("int8", "int8_kv"), max_tokens=4, repeats=1)
+    job = load_job(path, ["engine.kv_cache_dtype=int8", "engine.block_size=16"])
+    result = compare_numbers(job, options, progress=False)
+    assert [each["kv_dtype"] for each in result["measured"]] == ["bfloat16", "int8"]
+    assert result["measured"][1]["kl"]["value"] > 0
+    for name, kept in (("int8", "auto"), ("int8_kv", "int8")):
+        assert engine_settings(name, options.numbers)["kv_cache_dtype"] == kept
+    assert "kv_cache_dtype" not in engine_settings("int8", ["float32", "int8"])
 
 
 def test_the_settings_that_are_recommended_are_those_that_were_measured(
