@@ -15,7 +15,7 @@ from .config.workers import Workers, check_workers
 from .detokenizer import IncrementalText, TokenBytes, split_text
 from .engine import Engine
 from .engine.admission import list_ids
-from .errors import ConfigError, RequestError, build, closed
+from .errors import ConfigError, RequestError, build, closed, described
 from .outputs import ContinuationScore, Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
@@ -148,6 +148,9 @@ class LLM:
         """
         self._check_open("score")
         self._check_idle()
+        for name, given in (("prompts", prompt_token_ids), ("continuations", continuation_token_ids)):
+            if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+                raise RequestError(f"the {name} must be a list of lists of token ids, not {described(given)}")
         if len(prompt_token_ids) != len(continuation_token_ids):
             raise RequestError(
                 f"{len(prompt_token_ids)} prompts and {len(continuation_token_ids)} continuations; give one"
@@ -337,6 +340,8 @@ class LLM:
         on_delta: Callable[[int, Delta], None] | None = None,
     ) -> None:
         """As `add`; the RequestError does not name the request."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, not {described(request_id)}")
         if request_id in self._pending or request_id in self._finished:
             raise RequestError(_UNFINISHED)
         text, token_ids = encode_prompt(self.tokenizer, prompt, chat)

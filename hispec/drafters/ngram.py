@@ -114,7 +114,9 @@ class NgramDrafter(Drafter):
 
     def _agrees(self, number: int, index_row: int, token_ids: Sequence[int]) -> bool:
         """Whether what compiled rounds have added to the text was committed."""
-        known = self._known.get(number, 0)
+        known = self._known.get(number)
+        if known is None:  # an interrupt came before the row had its text
+            return False
         return self._lookup.length(index_row) == known or self._lookup.agrees(index_row, known, token_ids)
 
     def compiled(self) -> CompiledDrafter | None:

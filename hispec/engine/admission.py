@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,8 +48,10 @@ class Admission:
     def check_pairs(self, pairs: Sequence[tuple[object, object]]) -> None:
         """Raises RequestError, naming the first pair of a prompt and a continuation that can never be
         scored."""
-        for at, (prompt, continuation) in enumerate(pairs):
-            if (problem := _problem_of_pair(self, prompt, continuation)) is not None:
+        for at, pair in enumerate(pairs):
+            if not isinstance(pair, Sequence) or isinstance(pair, str | bytes) or len(pair) != 2:
+                raise RequestError(f"pairs[{at}]={shown(pair)} must be a prompt and a continuation")
+            if (problem := _problem_of_pair(self, *pair)) is not None:
                 raise RequestError(f"pairs[{at}]: {problem}")
 
     def make_request(
@@ -157,7 +159,7 @@ class Admission:
 def arrival_problem(arrival_s: Any) -> str | None:
     """Why a request cannot wait since then; None if it can, or where none is given."""
     is_number = isinstance(arrival_s, int | float) and not isinstance(arrival_s, bool)
-    if arrival_s is None or (is_number and -math.inf < arrival_s <= time.monotonic()):
+    if arrival_s is None or (is_number and -sys.float_info.max <= arrival_s <= time.monotonic()):
         return None
     return (
         f"arrival_s={shown(arrival_s)} must be a time of time.monotonic(), not to come; leave it out where it"

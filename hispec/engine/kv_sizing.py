@@ -14,7 +14,7 @@ from ..runner.buckets import prompt_bucket
 from ..runner.plan_runtime import PlanRuntime
 from ..runner.plan_spec import Models
 from ..runner.round_runner import RoundRunner
-from ..utils.memory import free_bytes, free_memory_bytes, mb, peak_bytes
+from ..utils.memory import free_bytes, free_memory_bytes, mb, or_too_large, peak_bytes
 
 
 def default_num_blocks(
@@ -32,7 +32,10 @@ def default_num_blocks(
     if device.type != "cuda":
         return host_num_blocks(config, bytes_per_block, max_model_len, sharers)
     trial = make()
-    peak = peak_bytes(device, lambda: try_largest_passes(config, models.decoder, max_model_len, trial))
+    with or_too_large(
+        f"engine.max_num_seqs={config.max_num_seqs}, max_prefill_tokens={config.prefill_tokens(device.type)}"
+    ):
+        peak = peak_bytes(device, lambda: try_largest_passes(config, models.decoder, max_model_len, trial))
     trial.release()
     return num_blocks_beside(config, free_bytes(device), peak, bytes_per_block, max_model_len)
 

@@ -56,9 +56,12 @@ class Recorder:
                 routes=routes,
                 environment=environment(self._device),
             )
+        self.control = control
+        if isinstance(control, FixedControl):  # which has learnt nothing, while its key holds models
+            return
         if key not in self._controls and len(self._controls) >= MOST_KEPT:
             del self._controls[next(iter(self._controls))]
-        self._controls[key] = self.control = control
+        self._controls[key] = control
 
     def report_failure(self, route: int) -> None:
         """Tells the controller that the drafter of a route has failed."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..utils.memory import free_bytes, free_memory_bytes, mb
+from ..utils.memory import free_bytes, free_memory_bytes, mb, or_too_large
 from .plan_runtime import PlanRuntime, make_plan_runtime
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
@@ -46,7 +46,12 @@ class PlanCache:
             else:  # of the new no page is written, and so taken, before the old is given back
                 free = free_memory_bytes() // self._sharers + kv.num_bytes * replaces
             _check_room(num_blocks, missing, free)
-        return make_plan_runtime(spec, sizes, self._counters, kv, draft_kv)
+        plan = spec.speculative
+        of_plan = f", num_draft_tokens={plan.num_draft_tokens}, num_checks={plan.num_checks}" if plan else ""
+        with or_too_large(
+            f"engine.max_num_seqs={config.max_num_seqs}, max_model_len={self._max_model_len}{of_plan}"
+        ):
+            return make_plan_runtime(spec, sizes, self._counters, kv, draft_kv)
 
     def get(self, num_blocks: int, spec: PlanSpec) -> PlanRuntime:
         """The one that is kept, or a new one, which `use` keeps: always for a plan whose drafter keeps

@@ -216,7 +216,8 @@ class Scheduler:
         self._waiting.add(request)
 
     def reserve(self, request: Request, num_positions: int) -> bool:
-        """Extends the request's blocks to so many positions, from free blocks only. False if too few."""
+        """Extends the request's blocks to so many positions, from blocks that no request holds, of which
+        those of cached prefixes come last. False if too few."""
         return self._pool.extend(request.table, num_positions)
 
     def tables(self) -> list[BlockTable]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+from ..errors import ConfigError, cut
 
 _GROUP = Path("/sys/fs/cgroup")  # a container's own
 # Of it, by the two versions that Linux has: its folder, the limit there, what is used, and what `memory.stat`
@@ -30,6 +32,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     )
+
+
+@contextmanager
+def or_too_large(sizes: str) -> Iterator[None]:
+    """Raises ConfigError, which names these `sizes` and what to lower, where memory does not suffice for what
+    is done here."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise ConfigError(
+            f"{sizes}: there is not enough memory ({cut(reason)}); lower one of them"
+        ) from error
 
 
 def is_due_to_memory(error: BaseException) -> bool:

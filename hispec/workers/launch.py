@@ -103,13 +103,16 @@ class LocalLauncher:
         try:
             self._nursery.connection.send(start)
             send_handle(self._nursery.connection, theirs.fileno(), self._nursery.pid)
-            pid = self._answer_of_nursery()
+            answer = self._answer_of_nursery()
         except (OSError, EOFError):
             ours.close()
             raise WorkerError(f"the process that holds the model {self._end_of_nursery()}") from None
         finally:
             theirs.close()
-        return Process(Connection(ours.detach()), pid)
+        if isinstance(answer, str):  # why there is none
+            ours.close()
+            raise WorkerError(answer)
+        return Process(Connection(ours.detach()), answer)
 
     def bury(self, process: Process) -> str:
         process.connection.close()

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import NoReturn
@@ -56,7 +57,12 @@ def _nurse(control: Connection, setup: Setup, loaded: Pretrained) -> NoReturn:
             os._exit(0)
         if isinstance(asked, Start):
             handle = recv_handle(control)
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError as error:  # too many processes, or too little memory
+                os.close(handle)
+                control.send(f"no process could be forked: {error.strerror}")
+                continue
             if child == 0:
                 control.close()
                 os._exit(work(Connection(handle), setup, loaded, asked))
@@ -102,6 +108,8 @@ def work(connection: Connection, setup: Setup, loaded: Pretrained | None, start:
         except BaseException as error:  # the requests that it has go to another
             traceback.print_exc()
             end.send(f"failed with {type(error).__name__}: {error}")
+            with suppress(Exception):  # so that a trace has its end
+                engine.close()
             return 1
 
 

@@ -214,6 +214,10 @@ def _check_engine(engine: EngineConfig) -> None:
             f"engine.trace={shown(str(engine.trace))}: traces are files of the machine that writes them, and"
             " workers of a Ray cluster are on others; leave it out, or run with `workers` on one machine"
         )
+    if engine.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"engine.device={engine.device!r}: workers run on cpu and cuda; choose one, or auto"
+        )
     if ":" in engine.device:
         raise ConfigError(
             f"engine.device={engine.device!r} names one GPU, and Ray chooses those of its workers; leave it"

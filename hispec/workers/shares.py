@@ -11,11 +11,13 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, shown
+from ..loading.target_model import select_device
 from ..utils.memory import free_memory_bytes
 from .counts import best_count
 
 _BYTES_PER_WORKER = 2 << 30  # of free memory that `auto` wants for each: KV, and what a process takes besides
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+# What a container may have of its cores, by the two versions that Linux has: microseconds in a period.
+_CPU_MAX, _CPU_GROUP = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ def make_shares(workers: int | str, config: EngineConfig, model: str | Path | No
     """A share for each worker: on a CPU of its cores, on GPUs one of them. "auto": as many workers as
     `hispec profile --latency` has found fastest for the model, else as many as there are cores, each of one
     thread, as far as there are 2 GiB of free memory for each; or as many as there are GPUs. Raises
-    ConfigError for more workers than GPUs."""
+    ConfigError for more workers than GPUs, and for a device that there is not."""
+    has_gpus = config.device.startswith("cuda") and torch.cuda.is_available()
+    if config.device not in ("auto", "cpu") and not has_gpus:
+        select_device(config.device)  # says what is wrong with it
     if _uses_gpus(config):
         return _gpus(workers, config)
     cores, count = _cores()
@@ -111,9 +116,13 @@ def _cores() -> tuple[list[int] | None, int]:
 def _quota() -> int | None:
     """How many cores a container may use at once; None if nothing limits it."""
     try:
-        quota, period = _CPU_MAX.read_text(encoding="ascii").split()
-        return max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # "max", or no such file
+        if _CPU_MAX.exists():
+            quota, period = map(int, _CPU_MAX.read_text(encoding="ascii").split())
+        else:
+            names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+            quota, period = (int((_CPU_GROUP / name).read_text(encoding="ascii")) for name in names)
+        return max(1, math.ceil(quota / period)) if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max", or no such file
         return None
 
 

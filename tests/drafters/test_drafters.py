@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -500,3 +501,11 @@ def test_llm_refuses_draft_models_that_speak_other_tokens(
             speculative={"draft": {"kind": "model", "path": str(tmp_path / "nowhere")}},
             **SMALL,
         )
+
+
+def test_a_row_that_got_no_text_before_an_interrupt_agrees_with_none() -> None:
+    """Not even where a lookup cannot tell, as on a GPU."""
+    lookup = SimpleNamespace(length=lambda row: 3, agrees=lambda *_: True)
+    drafter: Any = SimpleNamespace(_known={1: 3}, _lookup=lookup)
+    assert NgramDrafter._agrees(drafter, 1, 0, [5, 6, 7])
+    assert not NgramDrafter._agrees(drafter, 2, 0, [5, 6, 7])

@@ -306,6 +306,44 @@ def test_llm_refuses_bad_settings(tiny_path: Path, fields: dict[str, Any], words
         LLM(str(tiny_path), **{**SMALL, **fields})
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory.\nmore"),
+        RuntimeError("can't allocate memory"),
+    ],
+    ids=repr,
+)
+def test_sizes_that_memory_does_not_suffice_for_are_named(
+    tiny_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    with LLM(str(tiny_path), **SMALL) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=8)
+        expected = llm.generate([[1, 2]], greedy, use_tqdm=False)[0].outputs[0].token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr("hispec.runner.plan_cache.make_plan_runtime", fail)
+            words = r"^engine.max_num_seqs=\d+, .*, num_draft_tokens=2, num_checks=1: .*; lower one"
+            with pytest.raises(ConfigError, match=words):
+                llm.set_speculative({"draft": {"layer": 3}, "num_draft_tokens": 2, "num_checks": 1})
+        assert llm.generate([[1, 2]], greedy, use_tqdm=False)[0].outputs[0].token_ids == expected
+    monkeypatch.setattr("hispec.runner.plan_cache.make_plan_runtime", fail)
+    with pytest.raises(ConfigError, match=r"engine.max_num_seqs=\d+, max_model_len=\d+: there is not enough"):
+        LLM(str(tiny_path), **SMALL)
+
+
+@pytest.mark.parametrize("request_id", [5, ["a"], None, b"a"], ids=str)
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_id_that_is_no_string_is_refused(tiny_path: Path, request_id: Any, n: int) -> None:
+    with LLM(str(tiny_path), **SMALL) as llm:
+        with pytest.raises(RequestError, match="request_id must be a string, not "):
+            llm.add([1, 2], SamplingParams(n=n), request_id=request_id)
+        assert not llm.has_unfinished()
+
+
 def test_missing_model_files_are_named(tiny_path: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_path, broken)
@@ -342,7 +380,7 @@ def test_a_plan_whose_kv_finds_no_room_is_refused_and_the_one_before_stays(
     assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
 
 
-@pytest.mark.parametrize("arrival_s", [1e12, math.nan, math.inf, "now", True])
+@pytest.mark.parametrize("arrival_s", [1e12, math.nan, math.inf, "now", True, -(10**400)])
 def test_a_request_has_not_come_in_the_future(tiny_decoder: Decoder, arrival_s: Any) -> None:
     engine = make_engine(tiny_decoder)
     with pytest.raises(RequestError, match="must be a time of time"):

@@ -87,6 +87,7 @@ def test_workers_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
         ([(2, 0)], {"device": "cuda"}, {"num_gpus": 0}, "contradict"),
         ([(2, 1)], {"device": "cpu"}, {"num_gpus": 1}, "contradict"),
         ([(2, 1)], {"device": "cuda:1"}, {}, "names one GPU"),
+        ([(2, 1)], {"device": "gpu"}, {}, "device='gpu': workers run on cpu and cuda; choose one, or auto"),
         ([(2, 0)], {"trace": "t.jsonl"}, {}, "engine.trace"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ CPU = EngineConfig(device="cpu")
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 4, 5, 6, 7}, raising=False)
     monkeypatch.setattr(shares, "_CPU_MAX", Path("/nowhere"))
+    monkeypatch.setattr(shares, "_CPU_GROUP", Path("/nowhere"))
     monkeypatch.setattr(shares, "free_memory_bytes", lambda: 100 << 30)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -69,6 +71,37 @@ def test_a_containers_quota_counts_and_nothing_is_bound(
     assert make_shares(2, CPU) == [Share(None, 2, "cpu")] * 2
     limit.write_text("max 100000\n")
     assert len(make_shares("auto", CPU)) == 6
+
+
+@pytest.mark.parametrize(
+    ("quota", "number"), [("250000", 3), ("-1", 6), ("9000000", 6), ("0", 6), ("none", 6)]
+)
+def test_so_does_one_of_the_first_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, number: int
+) -> None:
+    monkeypatch.setattr(shares, "_CPU_GROUP", tmp_path)
+    (tmp_path / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+    assert len(make_shares("auto", CPU)) == number
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("tpu", "device='tpu'"), ("gpu", "device='gpu'"), ("meta", "cpu and cuda; choose one of them")],
+)
+def test_a_device_that_there_is_not_is_refused_as_of_one_worker(device: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_shares(2, EngineConfig(device=device))
+
+
+def test_a_gpu_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shares, "select_device", asked.append)  # which says so
+    for device in ("cuda", "cuda:0", "auto", "cpu"):
+        with suppress(ConfigError):
+            make_shares(2, EngineConfig(device=device))
+    assert asked == ["cuda", "cuda:0"]
 
 
 def test_omp_num_threads_limits_each(monkeypatch: pytest.MonkeyPatch) -> None:
