@@ -58,7 +58,7 @@ def encode(numbers: Tensor, is_key: bool) -> Tensor:
         numbers = _by_blocks(numbers)
     peak = numbers.abs().amax(-1, keepdim=True)
     is_some = (peak > SMALLEST) & peak.isfinite()
-    # 127 / peak would be 127 times the rounded inverse.
+    # Of a number by a tensor torch makes 127 times an inverse that is rounded already.
     inverse = torch.where(is_some, torch.full_like(peak, 127.0) / peak, 0)
     whole = torch.where(is_some, numbers, 0).mul(inverse).round().to(torch.int8)
     scale = torch.where(is_some, peak * torch.tensor(1 / 127, dtype=torch.float32), 0)
