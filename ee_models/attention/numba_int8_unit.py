@@ -75,25 +75,12 @@ def _gather_path(
 # Within its caller alone: LLVM optimises what a kernel calls once more in each that calls it.
 @njit(**_OPTIONS | {"cache": False, "inline": "always"})
 def attend_unit_in_int8(
-    q: Any,
-    keys: int,
-    values: int,
-    num_kv_heads: int,
-    table: Any,
-    block_size: int,
-    positions: Any,
-    paths: Any,
-    path_starts: Any,
-    first: int,
-    last: int,
-    first_head: int,
-    last_head: int,
-    scale: Any,
-    out: Any,
+    q: Any, keys: int, values: int, num_kv_heads: int, places: Any, part: Any, scale: Any, out: Any
 ) -> None:
-    """Attention of tokens first..last-1 of one row, for the query heads that read KV heads first_head to
-    last_head - 1, tile by tile; keys and values: addresses. Queries are (KV head, token, head of its group),
-    of which up to QUERIES are taken together."""
+    """Attention of a part of a row, as numba_pages._attend_unit. Queries are (KV head, token, head of its
+    group), of which up to QUERIES are taken together."""
+    table, block_size, positions, paths, path_starts = places
+    first, last, first_head, last_head = part
     head_dim, group = q.shape[2], q.shape[1] // num_kv_heads
     bytes_per_head, num_per_head = bytes_of_head(head_dim), (last - first) * group
     bytes_per_group, num_queries = num_kv_heads * bytes_per_head, num_per_head * (last_head - first_head)

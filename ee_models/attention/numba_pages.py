@@ -163,26 +163,22 @@ def _attend_unit(
     keys: int,
     values: int,
     num_kv_heads: int,
-    size: int,
-    table: Any,
-    block_size: int,
-    positions: Any,
-    paths: Any,
-    path_starts: Any,
-    first: int,
-    last: int,
-    first_head: int,
-    last_head: int,
+    kind: Any,
+    places_of_row: Any,
+    part: Any,
     scale: Any,
-    in_bfloat16: bool,
     out: Any,
 ) -> None:
-    """Attention of tokens first..last-1 of one row, for the query heads that read KV heads first_head to
-    last_head - 1, tile by tile. keys and values: addresses, of numbers of `size` bytes.
+    """Attention of a part of a row, (first token, last + 1, first KV head, last + 1), for the query heads
+    that read these, tile by tile. keys and values: addresses; kind: bytes of their numbers, and whether they
+    are multiplied in bfloat16; places_of_row: table of its blocks, block size, and what a Call has of paths.
 
     Queries are (KV head, token, head of its group), of which up to QUERIES are taken together, or as many as
     products in bfloat16 take.
     """
+    size, in_bfloat16 = kind
+    table, block_size, positions, paths, path_starts = places_of_row
+    first, last, first_head, last_head = part
     head_dim, group = q.shape[2], q.shape[1] // num_kv_heads
     num_per_head, bytes_per_row = (last - first) * group, size * head_dim
     bytes_per_slot = num_kv_heads * bytes_per_row
@@ -350,45 +346,13 @@ def attend(data: Any) -> None:
         if taken >= c.num_units * num_parts:
             break
         unit, first_head = units[taken // num_parts], taken % num_parts * heads_per_part
-        last_head = first_head + heads_per_part
+        places = tables[unit[0]], c.block_size, positions, paths, path_starts
+        part = unit[1], unit[2], first_head, first_head + heads_per_part
         if c.kv_size == 1:
-            attend_unit_in_int8(
-                queries,
-                c.keys,
-                c.values,
-                c.num_kv_heads,
-                tables[unit[0]],
-                c.block_size,
-                positions,
-                paths,
-                path_starts,
-                unit[1],
-                unit[2],
-                first_head,
-                last_head,
-                c.scale,
-                outputs,
-            )
+            attend_unit_in_int8(queries, c.keys, c.values, c.num_kv_heads, places, part, c.scale, outputs)
         else:
-            _attend_unit(
-                queries,
-                c.keys,
-                c.values,
-                c.num_kv_heads,
-                c.kv_size,
-                tables[unit[0]],
-                c.block_size,
-                positions,
-                paths,
-                path_starts,
-                unit[1],
-                unit[2],
-                first_head,
-                last_head,
-                c.scale,
-                in_bfloat16,
-                outputs,
-            )
+            kind = c.kv_size, in_bfloat16
+            _attend_unit(queries, c.keys, c.values, c.num_kv_heads, kind, places, part, c.scale, outputs)
     if in_bfloat16:
         tiles.end()
 

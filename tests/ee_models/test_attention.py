@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -146,6 +146,33 @@ def check_backends(rows: Sequence[Row], block_size: int = 16) -> None:
     by_numba, by_sdpa, expected = batch.attend(NumbaAttention()), batch.attend(SdpaAttention()), naive(rows)
     torch.testing.assert_close(by_numba, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(by_sdpa, expected, atol=1e-5, rtol=0)
+
+
+def check_bits_are_its_own(attend: Callable[..., Tensor], heads: tuple[int, int, int]) -> None:
+    """Of a token's output, whatever else is in the pass. attend(rows, block size, seed) -> that of rows."""
+    row = Row.random(200, 40, heads)
+    whole = attend([row])
+    for q_len in (1, 2, 3, 8, 17):
+        assert torch.equal(attend([row.last(q_len)]), whole[-q_len:])
+        among = attend([Row.random(66, 5, heads, seed=1), row.last(q_len), Row.random(130, 1, heads)])
+        assert torch.equal(among[5:-1], whole[-q_len:])
+    for context_len in (161, 170, 191, 192, 193):  # a chunk of a prompt, or a token alone
+        assert torch.equal(attend([row.last(1, context_len)])[0], whole[context_len - 161])
+
+
+def check_bits_of_units(
+    attend: Callable[..., Tensor],
+    heads: tuple[int, int, int],
+    block_sizes: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks, units and threads of any size give the same."""
+    rows = [Row.random(150, 33, heads), Row.random(64, 64, heads), Row.random(3, 1, heads)]
+    expected = attend(rows)
+    for num_threads, tokens, block_size in zip((3, 1, 3), (16, 5, 1), block_sizes, strict=True):
+        use_threads(num_threads, monkeypatch)
+        monkeypatch.setattr(numba_pages, "_TOKENS_PER_UNIT", tokens)
+        assert torch.equal(attend(rows, block_size, seed=block_size), expected)
 
 
 def use_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

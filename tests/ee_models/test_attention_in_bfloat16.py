@@ -6,12 +6,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ee_models.attention import numba_pages, select_backend
+from ee_models.attention import select_backend
 from ee_models.attention.numba_pages import NumbaAttention
 from ee_models.linear_factory import LinearMaker
 from tests.helpers.bfloat16 import needs_bfloat16
 
-from .test_attention import CPU, INVARIANT_HEADS, TILE_EDGES, Pass, Row, use_threads
+from .test_attention import (
+    CPU,
+    INVARIANT_HEADS,
+    TILE_EDGES,
+    Pass,
+    Row,
+    check_bits_are_its_own,
+    check_bits_of_units,
+)
 from .test_attention_trees import by_chains, random_forest, tree_pass
 
 HEADS = [*INVARIANT_HEADS, (32, 1, 32), (6, 6, 1), (2, 1, 96)]
@@ -40,27 +48,14 @@ def test_float32_is_multiplied_where_kv_is_in_it() -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(heads: tuple[int, int, int]) -> None:
-    row = Row.random(200, 40, heads)
-    whole = attend([row])
-    for q_len in (1, 2, 3, 8, 17):
-        assert torch.equal(attend([row.last(q_len)]), whole[-q_len:])
-        mixed = attend([Row.random(66, 5, heads, seed=1), row.last(q_len), Row.random(130, 1, heads)])
-        assert torch.equal(mixed[5:-1], whole[-q_len:])
-    for context_len in (161, 170, 191, 192, 193):  # a chunk of a prompt, or a token alone
-        part = attend([row.last(1, context_len)])
-        assert torch.equal(part[0], whole[context_len - 161])
+    check_bits_are_its_own(attend, heads)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_bits_do_not_depend_on_blocks_units_or_threads(
     heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [Row.random(150, 33, heads), Row.random(64, 64, heads), Row.random(3, 1, heads)]
-    expected = attend(rows)
-    for num_threads, tokens, block_size in ((3, 16, 1), (1, 5, 7), (3, 1, 64)):
-        use_threads(num_threads, monkeypatch)
-        monkeypatch.setattr(numba_pages, "_TOKENS_PER_UNIT", tokens)
-        assert torch.equal(attend(rows, block_size, seed=block_size), expected)
+    check_bits_of_units(attend, heads, (1, 7, 64), monkeypatch)
 
 
 @pytest.mark.parametrize("heads", [(6, 2, 16), (3, 1, 34), (9, 3, 64)])

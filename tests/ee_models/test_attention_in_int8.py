@@ -14,13 +14,22 @@ from torch import Tensor
 
 from cache import int8_kv
 from cache.paged_kv import PagedKV
-from ee_models.attention import numba_int8_products, numba_pages
+from ee_models.attention import numba_int8_products
 from ee_models.attention.numba_pages import NumbaAttention
 from ee_models.attention.sdpa import SdpaAttention
 from ee_models.kernels import numba_int8, numba_vectors
 from tests.helpers.vector_width import load_with_vectors_of
 
-from .test_attention import CPU, LAYER, TILE_EDGES, Pass, Row, naive, use_threads
+from .test_attention import (
+    CPU,
+    LAYER,
+    TILE_EDGES,
+    Pass,
+    Row,
+    check_bits_are_its_own,
+    check_bits_of_units,
+    naive,
+)
 from .test_attention_trees import by_chains, random_forest, tree_pass
 
 INT8 = torch.int8
@@ -55,26 +64,14 @@ def test_a_few_numbers_of_keys_that_are_much_larger_widen_no_steps(heads: tuple[
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(heads: tuple[int, int, int]) -> None:
-    row = Row.random(200, 40, heads)
-    whole = attend([row])
-    for q_len in (1, 2, 3, 8, 17):
-        assert torch.equal(attend([row.last(q_len)]), whole[-q_len:])
-        among = attend([Row.random(66, 5, heads, seed=1), row.last(q_len), Row.random(130, 1, heads)])
-        assert torch.equal(among[5:-1], whole[-q_len:])
-    for context_len in (161, 170, 191, 192, 193):  # a chunk of a prompt, or a token alone
-        assert torch.equal(attend([row.last(1, context_len)])[0], whole[context_len - 161])
+    check_bits_are_its_own(attend, heads)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_bits_do_not_depend_on_blocks_units_or_threads(
     heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [Row.random(150, 33, heads), Row.random(64, 64, heads), Row.random(3, 1, heads)]
-    expected = attend(rows)
-    for num_threads, tokens, block_size in ((3, 16, 16), (1, 5, 48), (3, 1, 64)):
-        use_threads(num_threads, monkeypatch)
-        monkeypatch.setattr(numba_pages, "_TOKENS_PER_UNIT", tokens)
-        assert torch.equal(attend(rows, block_size, seed=block_size), expected)
+    check_bits_of_units(attend, heads, (16, 48, 64), monkeypatch)
 
 
 @pytest.mark.parametrize("heads", [(6, 2, 16), (9, 3, 64)])

@@ -123,12 +123,13 @@ def test_what_is_no_list_of_pairs_is_refused(llm: LLM) -> None:
     for pair in (5, [[1]], [[1], [2], [3]], "ab"):
         with pytest.raises(RequestError, match=r"^pairs\[1\]=.* must be a prompt and a continuation"):
             llm.engine.score([([1], [2]), pair])
-    for prompts, continuations, name in (
+    wrong: list[tuple[Any, Any, str]] = [
         ((each for each in [[1]]), [[2]], "prompts"),
         ([[1]], 5, "continuations"),
-    ):
+    ]
+    for prompts, continuations, name in wrong:
         with pytest.raises(RequestError, match=f"the {name} must be a list of lists of token ids, not "):
-            llm.score(prompts, continuations, use_tqdm=False)  # type: ignore[arg-type]
+            llm.score(prompts, continuations, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
