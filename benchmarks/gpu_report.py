@@ -1,4 +1,4 @@
-"""Writes a result of benchmarks/gpu.py into docs/performance.md, between its markers: `python
+"""Writes a result of benchmarks/gpu.py into docs/performance/gpu.md, between its markers: `python
 benchmarks/gpu_report.py [RESULT.json] [--docs FILE]`.
 
 Without a result it writes that nothing was measured. What stands outside of the markers stays as it is.
@@ -23,7 +23,7 @@ from benchmarks.markdown import table
 from hispec.utils.environment import hardware_text
 from hispec.utils.files import write_atomically
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "performance" / "gpu.md"
 _WIDTH = 110
 BEGIN, END = "<!-- gpu: begin, written by benchmarks/gpu_report.py -->", "<!-- gpu: end -->"
 
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = (
             ""
             if chosen.result is None
-            else f"[{chosen.result.name}](../benchmarks/results/{chosen.result.name})"
+            else f"[{chosen.result.name}](../../benchmarks/results/{chosen.result.name})"
         )
         document = written(chosen.docs.read_text(encoding="utf-8"), lines_of(result, source))
         write_atomically(chosen.docs, document.encode())

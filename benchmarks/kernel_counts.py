@@ -1,4 +1,4 @@
-"""Kernels of a round on a GPU, by plan and stage: a table for docs/performance.md. No GPU is needed.
+"""Kernels of a round on a GPU, by plan and stage: a table for docs/performance/gpu.md. No GPU is needed.
 
     python benchmarks/kernel_counts.py [--layers 30] [--rows 2] [--names PLAN] [--json FILE]
 

@@ -25,7 +25,7 @@ from .test_imports import LEVELS, PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*TOP, *sorted((ROOT / "docs").glob("**/*.md"))]
 FOLDERS = "hispec|ee_models|cache|tests|configs|benchmarks|examples|scripts|docs"
 WIDE = [ROOT / "README.md"]  # pages that may have lines of more than 110 columns
 # A path as prose and code blocks name it; not the end of another one, nor of a URL.

@@ -500,5 +500,5 @@ def test_what_is_no_measurement_is_refused(
 
 
 def test_the_documentation_has_a_place_for_it() -> None:
-    document = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "performance" / "gpu.md").read_text(encoding="utf-8")
     assert gpu_report.written(document, gpu_report.lines_of(None))
