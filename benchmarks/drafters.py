@@ -75,7 +75,7 @@ def measured(result: Mapping[str, Any]) -> tuple[PassTimes, Calibration]:
     }
     latency = LatencyModel(stages, costs["is_static"], tuple(costs["row_buckets"]))
     times = PassTimes(latency, int(costs["context_len"]))
-    return times, Calibration(1, None, times.one_each(["plain"], 1), host_ms, 0.0)
+    return times, Calibration(1, None, times.of_pass(["plain"], 1), host_ms, 0.0)
 
 
 def improved(recording: Recording, layer: int, share: float) -> Recording:
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_three_tiers(job.model, candidates, plans)
         times, calibration = profile or (memory_bound(llm.decoder, candidates.exits), PASSES_ALONE)
         if profile is not None:
-            times.one_each(stage_names(candidates.layers, (), False), 1)  # a profile of these exits
+            times.of_pass(stage_names(candidates.layers, (), False), 1)  # a profile of these exits
         sampling = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
         recording = record_rows(llm, rows, candidates, plans, sampling)
         num_layers = llm.decoder.config.num_layers

@@ -140,7 +140,7 @@ class AcceptanceModel:
         looked = looked_up > 0 if traits.is_mixed else np.full(len(caps), traits.looks_up)
         if traits.is_mixed:
             self._found.add_counts(drafter, *_sums(looked, np.ones(len(looked))), round_index, rounds)
-        most = self.routes[route].num_exit_tokens or self.routes[route].most_drafts
+        most = self.routes[route].most_computed
         for source, which, limits in ((COMPUTED, ~looked, np.minimum(caps, most)), (LOOKED_UP, looked, caps)):
             if which.any():
                 at = 2 * drafter + source

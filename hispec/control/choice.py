@@ -48,6 +48,11 @@ class Route:
     def traits(self) -> DraftKindTraits:
         return TRAITS[self.kind]
 
+    @property
+    def most_computed(self) -> int:
+        """Drafts that an exit or a model makes in a cycle at most."""
+        return min(self.num_exit_tokens or self.most_drafts, self.most_drafts) * self.traits.computes
+
     def plan(self, num_drafts: int, num_checks: int = 1) -> Plan:
         return Plan(self.draft_layer, self.check_layer, num_drafts, num_checks)
 

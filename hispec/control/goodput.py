@@ -28,6 +28,7 @@ from .route_costs import (
     Passes,
     StageCosts,
     slots_of,
+    static_passes,
 )
 
 _DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -109,16 +110,9 @@ class PlanGrid:
         self.num_drafts = max((route.most_drafts for route in routes), default=1)
         kinds = [*routes, None]
         self._slots = [slots_of(route, along) for route in kinds]
-        self._looks_up = np.array(
-            [route is not None and not route.traits.computes for route in kinds], np.float64
-        )
-        self._drafts_by_exit = np.array(
-            [route is not None and route.traits.computes and not route.traits.has_model for route in kinds],
-            bool,
-        )
-        self._exit_drafts = np.array(
-            [(route and route.num_exit_tokens) or self.num_drafts for route in kinds], np.int64
-        )
+        self._looks_up = np.array([route is not None and not route.traits.computes for route in kinds])
+        self._in_trunk = np.array([route is not None and route.traits.in_trunk for route in kinds])
+        self._computed = np.array([route.most_computed if route else 0 for route in kinds], np.int64)
         self._has_check = np.array(
             [route is not None and route.check_layer is not None for route in kinds], bool
         )
@@ -197,7 +191,7 @@ class PlanGrid:
             survival(np.concatenate([each, none]))
             for each in (estimates.computed, estimates.looked, estimates.kept)
         )
-        computed = np.where(np.arange(self.num_drafts + 1) <= self._exit_drafts[:, None], computed, 0.0)
+        computed = np.where(np.arange(self.num_drafts + 1) <= self._computed[:, None], computed, 0.0)
         accepted = survival(np.concatenate([estimates.accepted, np.zeros((1, MOST_TENTATIVE))]))
         found = np.concatenate([estimates.found, [0.0]]) + self._looks_up
         cycles = survival(np.concatenate([estimates.goes_on, np.ones((1, MOST_CHECKS - 1))]))
@@ -224,13 +218,13 @@ class PlanGrid:
             if self._latency.is_static
             else self._packed_passes(widths, rows, sizes)
         )
-        return costs.milliseconds(passes, rows, context_tokens)
+        return costs.milliseconds(passes, rows, self._latency.rows(rows), context_tokens)
 
     def _packed_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
         """[3, slots, plans]: passes of a round by slot, rows and positions in them: the live ones. A pass is
         run if a row is in it."""
         entry, last, out = sizes.entry, sizes.checks - 1, np.zeros((3, len(SLOTS), len(sizes.route)))
-        found, drafts = widths.found[entry], np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
+        found, drafts = widths.found[entry], np.minimum(sizes.drafts, self._computed[sizes.route])
         cycles = sizes.cycles * np.cumsum(widths.cycles, axis=1)[entry, last] / sizes.checks
         alive = widths.computed * (1.0 - widths.found)[:, None]
         any_alive = _any_row(widths, rows, sizes, alive)
@@ -261,7 +255,11 @@ class PlanGrid:
         first = np.minimum(sizes.drafts, 1)
         offered = widths.looked[entry, first] * found + widths.computed[entry, first] * (1.0 - found)
         bare = np.where(has_check & (sizes.checks == 1), (1.0 - offered) ** rows, 0.0)
-        out[:, COLD_SLOT] = self._cold(sizes, run, bare) * np.array([[1.0], [rows], [rows]])
+        # The first pass over the first layers is an exit's, in every cycle; or else a check's: after a draft
+        # model in every cycle, after prompt lookup in the first.
+        cold = np.where(self._looks_up[sizes.route], has_check, run)
+        cold *= np.where(self._in_trunk[sizes.route], 1.0, 1.0 - bare)
+        out[:, COLD_SLOT] = cold * np.array([[1.0], [rows], [rows]])
         out[:, CHECK_SLOT] = (
             run * (1.0 - bare),
             cycles * rows * (1.0 - bare),
@@ -275,30 +273,14 @@ class PlanGrid:
         )
         return out
 
-    def _cold(self, sizes: Sizes, run: Floats, bare: Floats | float) -> Floats:
-        """[plans]: passes over the first layers that follow none over the same. An exit drafts in every cycle
-        that is `run`; after a draft model they are a check's, and after prompt lookup the first check's of a
-        round; neither is there in a `bare` one."""
-        of_check = np.where(self._looks_up[sizes.route] > 0, sizes.has_check, run) * (1.0 - bare)
-        return np.where(self._drafts_by_exit[sizes.route], run, of_check)
-
     def _static_passes(self, rows: int, sizes: Sizes) -> Passes:
         """As `_packed_passes`: every pass takes its whole rectangle, and none is left out."""
-        checks = sizes.checks.astype(np.float64)
         rows, out = self._latency.rows(rows), np.zeros((3, len(SLOTS), len(sizes.route)))
-        drafts = np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
-        places = sizes.drafts + 1
-        out[0, DRAFT_SLOT], out[1:, DRAFT_SLOT] = drafts * checks, drafts * checks * rows
-        out[0, FILL_SLOT], out[1:, FILL_SLOT] = checks, checks * rows
-        out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = checks, checks * rows
-        out[:, FEED_SLOT] = checks, checks * rows, checks * rows * places
-        out[:, CHECK_SLOT] = out[:, FEED_SLOT]
-        out[:, COLD_SLOT] = self._cold(sizes, checks, 0.0) * np.array([[1.0], [rows], [rows]])
-        out[:, VERIFY_SLOT] = (
-            np.ones(len(places)),
-            np.full(len(places), rows),
-            np.where(sizes.has_check, sizes.checks, 1) * rows * places,
-        )
+        computed = np.minimum(sizes.drafts, self._computed[sizes.route])
+        computes = ~self._looks_up[sizes.route]
+        passes = static_passes(sizes.drafts, computed, sizes.checks, sizes.has_check, computes)
+        for slot, (num, places) in passes.items():
+            out[0, slot], out[1, slot], out[2, slot] = num, num * rows, num * rows * places
         return out
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..latency.model import NOTHING, LatencyModel, Linear, cold_stage
+from ..latency.model import LatencyModel, cold_stage, num_bends, terms
 from .choice import Ints, Route
 from .hazards import Floats
 
@@ -37,8 +38,7 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
         out[DRAFT_SLOT], out[FILL_SLOT] = [f"draft{name}"], [f"fill{name}"]
         if route.traits.is_mixed:
             out[FEED_SLOT] = [f"fill{name}"]
-    drafts_by_exit = route.traits.computes and not route.traits.has_model
-    if (cold_layer := low if drafts_by_exit else high) is not None:
+    if (cold_layer := low if route.traits.in_trunk else high) is not None:
         out[COLD_SLOT] = [cold_stage(cold_layer)]
     for layer in sorted(set(along) - {low, high}):
         if layer < low:
@@ -53,37 +53,37 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
             )
         for slot in passes:
             out[slot].append(f"along/{layer}")
+    if high in along:  # a check's own pass has its exit's KV; verify in its place goes through its layer, too
+        out[BARE_SLOT].append(f"along/{high}")
     return out
 
 
-class _Layer:
-    """At most one stage per slot of each plan, as arrays [slots, plans] of Linear's fields, and
-    [bends, slots, plans] of its bends."""
+def layers_of(route: Route, num_layers: int) -> Ints:
+    """[slots]: layers of the model in a pass; a draft model's own are none of them."""
+    low = route.draft_layer
+    top = low if route.check_layer is None else route.check_layer
+    out = np.zeros(len(SLOTS), np.int64)
+    out[[DRAFT_SLOT, FILL_SLOT, FEED_SLOT]] = low
+    out[[CHECK_SLOT, BARE_SLOT, VERIFY_SLOT]] = top - low, num_layers - low, num_layers - top
+    return out
 
-    def __init__(self, stages: Sequence[Mapping[int, Linear]], route: Ints) -> None:
-        rows = [[stages[index].get(slot, NOTHING) for index in route.tolist()] for slot in range(len(SLOTS))]
 
-        def field(name: str) -> Floats:
-            return np.array([[getattr(stage, name) for stage in row] for row in rows])
-
-        self.least, self.row = field("least_ms"), field("row_ms")
-        self.context, self.pair = field("context_ms"), field("pair_ms")
-        bends = [[stage.bends() for stage in row] for row in rows]
-        most = max(len(each) for row in bends for each in row)
-        padded = [[[*each, *[(0.0, 0.0)] * (most - len(each))] for each in row] for row in bends]
-        self.bends, self.slopes = np.moveaxis(np.array(padded), (3, 2), (0, 1))
-
-    def milliseconds(self, passes: Passes, context_per_row: float) -> Floats:
-        """As Linear says, each pass being the mean of its slot's."""
-        num, rows, tokens = passes
-        beyond = np.maximum(tokens - self.bends * num, 0.0)
-        total = (
-            self.least * num
-            + (self.row + context_per_row * self.context) * rows
-            + (self.slopes * beyond).sum(axis=0)
-            + (context_per_row * self.pair) * tokens
-        )
-        return total.sum(axis=0)
+def static_passes(
+    drafts: Any, computed: Any, checks: Any, has_check: Any, computes: Any, branches: int = 1
+) -> dict[int, tuple[Any, Any]]:
+    """Of rounds of static shapes, in which none is left out: passes by slot, and places of a row in each of
+    them; also of slots that the route has not. Numbers, or arrays [plans]: K, how many of them are computed,
+    R; whether there is a check, whether drafts are computed."""
+    places = branches * drafts + 1
+    return {
+        LOOKUP_SLOT: (checks, 1),
+        COLD_SLOT: (np.where(computes, checks, 1), 1),
+        FEED_SLOT: (checks, places),
+        DRAFT_SLOT: (checks * computed, 1),
+        FILL_SLOT: (checks, branches),
+        CHECK_SLOT: (checks, places),
+        VERIFY_SLOT: (1, np.where(has_check, checks * (drafts + 1), places)),  # a check leaves a chain
+    }
 
 
 class StageCosts:
@@ -93,18 +93,28 @@ class StageCosts:
         self, slots: Sequence[Mapping[int, Sequence[str]]], latency: LatencyModel, route: Ints
     ) -> None:
         """slots: of each route; route [plans]"""
-        depth = max(len(names) for of_route in slots for names in of_route.values())
-        layers = [
-            [{slot: latency[names[at]] for slot, names in each.items() if at < len(names)} for each in slots]
-            for at in range(depth)
+        stages = [
+            [[latency[name] for name in of_route.get(slot, ())] for of_route in slots]
+            for slot in range(len(SLOTS))
         ]
-        self._layers = [_Layer(stages, route) for stages in layers]
+        most = max(num_bends(each) for of_slot in stages for each in of_slot)
+        of_routes = np.array([[terms(each, most) for each in of_slot] for of_slot in stages])
+        # [terms, slots, plans]
+        (self._least, self._row, self._context, self._pair), self._bends = np.split(
+            np.moveaxis(of_routes[:, route], 2, 0), [4]
+        )
         self._round = latency["round"]
 
-    def milliseconds(self, passes: Passes, rows: int, context_tokens: float) -> Floats:
-        """[plans]: of rounds; passes [3, slots, plans]: how many, and the rows and positions of all of them
-        together."""
-        total = np.full(passes.shape[2], float(self._round(float(rows), float(rows), float(context_tokens))))
-        for layer in self._layers:
-            total += layer.milliseconds(passes, context_tokens / rows)
-        return total
+    def milliseconds(self, passes: Passes, rows: int, paid: int, context_tokens: float) -> Floats:
+        """[plans]: of rounds of so many rows, run as `paid` rows, of which those that stand for none attend
+        to nothing; passes [3, slots, plans]: how many, and the rows and positions of all of them together,
+        each pass being the mean of its slot's."""
+        (num, of_rows, tokens), each = passes, context_tokens / paid
+        beyond = np.maximum(tokens - self._bends[0::2] * num, 0.0)
+        total = (
+            self._least * num
+            + (self._row + each * self._context) * of_rows
+            + (self._bends[1::2] * beyond).sum(axis=0)
+            + (each * self._pair) * tokens
+        )
+        return total.sum(axis=0) + float(self._round(float(rows), float(rows), context_tokens))

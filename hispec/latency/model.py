@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
@@ -94,6 +94,23 @@ class Linear:
 
 
 NOTHING = Linear()
+
+
+def num_bends(stages: Sequence[Linear]) -> int:
+    return sum(len(stage.bends()) for stage in stages)
+
+
+def terms(stages: Sequence[Linear], most_bends: int) -> NDArray[np.float64]:
+    """What a pass through all of these stages costs, [4 + 2 * most_bends]: the least, of a row, of a context
+    token, of a pair; then the tokens of each bend, and what each token beyond costs more."""
+    fixed = [
+        sum(getattr(stage, name) for stage in stages)
+        for name in ("least_ms", "row_ms", "context_ms", "pair_ms")
+    ]
+    bends = [value for stage in stages for bend in stage.bends() for value in bend]
+    return np.array([*fixed, *bends, *[0.0] * (2 * most_bends - len(bends))])
+
+
 _FREE = frozenset({"lookup", "round"})  # cost nothing if nothing is said of them, as cold ones
 
 

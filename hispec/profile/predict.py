@@ -83,7 +83,7 @@ def calibrate(
     steps = [
         replace(step, seconds=step.seconds / float(drift(step.rows + step.prefill_tokens))) for step in steps
     ]
-    plain = partial(times.one_each, ["plain"])
+    plain = partial(times.of_pass, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
     host_ms = (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SpeculativeConfig
 from ..control.candidates import route_of
+from ..control.choice import Route
 from ..control.route_costs import (
     BARE_SLOT,
     CHECK_SLOT,
@@ -18,16 +19,19 @@ from ..control.route_costs import (
     FEED_SLOT,
     FILL_SLOT,
     LOOKUP_SLOT,
+    SLOTS,
     VERIFY_SLOT,
+    layers_of,
     slots_of,
+    static_passes,
 )
-from ..decoding.draft_tree import DraftTree
 from ..latency.drift import STEADY, Drift
 from ..latency.model import LatencyModel
 from .recording import Ints
 from .replay import Rounds
 
 Floats = NDArray[np.float64]
+_WIDE_SLOT = len(SLOTS)  # draft passes over a level of a tree
 _EXACT_ROWS = 8  # batches up to this size have the distribution of their widths; larger ones only the mean
 
 
@@ -41,18 +45,22 @@ class RoundCost(NamedTuple):
 class _Passes(NamedTuple):
     """Passes of one kind.
 
-    stages   names of the stages that each of them runs
+    slot     by which stages and layers are known
     counts   [positions]: passes that were counted, row by row
     chances  cycles or rounds of a row in which there might have been one
     takes    of a round: (how often there are so many of these, the share of rows that take part)
-    layers   of the model, in a pass
     """
 
-    stages: Sequence[str]
+    slot: int
     counts: Ints
     chances: int
     takes: Sequence[tuple[float, float]]
-    layers: int
+
+    def rows_in(self, num: int) -> Floats:
+        """[num]: rows in passes over 0 to `num` - 1 positions, each having as many as all on average."""
+        with_any = self.counts[1:].sum()
+        each = float(self.counts @ np.arange(len(self.counts))) / with_any if with_any else 1.0
+        return np.arange(num) / each
 
 
 class PassTimes:
@@ -61,35 +69,38 @@ class PassTimes:
 
     def __init__(self, latency: LatencyModel, context_len: int, drift: Drift = STEADY) -> None:
         self._latency, self._context_len, self._drift = latency, context_len, drift
-        self._tables: dict[tuple[tuple[str, ...], int], Floats] = {}
+        self._tables: dict[tuple[str, ...], tuple[Floats, Floats]] = {}
 
     @property
     def is_static(self) -> bool:
         """Whether rounds have static shapes."""
         return self._latency.is_static
 
-    def rows(self, num_rows: int) -> int:
-        """Rows that a round of `num_rows` is run with, and costs."""
-        return self._latency.rows(num_rows)
-
     def during(self, drift: Drift) -> PassTimes:
         """The same at another speed of the machine."""
         return PassTimes(self._latency, self._context_len, drift)
 
-    def table(self, stages: Sequence[str], rows: int, most: int) -> Floats:
-        """[most + 1]: of passes that run these stages over 0 to `most` positions of at most `rows` rows; none
-        is run over 0. Raises ConfigError if the latency model lacks a stage."""
-        key = tuple(stages), rows
-        if key not in self._tables or len(self._tables[key]) <= most:
-            widths = np.arange(most + 1.0)
-            live = np.minimum(widths, float(rows))
-            ms = sum(self._latency[name](live, widths, live * self._context_len) for name in stages)
-            self._tables[key] = np.where(widths > 0, ms * self._drift(widths), 0.0)
-        return self._tables[key][: most + 1]
+    def table(self, stages: Sequence[str], most: int) -> tuple[Floats, Floats]:
+        """[most + 1] each, of passes that run these stages over 0 to `most` positions, none being run over 0:
+        what they take but for their rows, and what each row adds. Raises ConfigError if the latency model
+        lacks a stage."""
+        key = tuple(stages)
+        if key not in self._tables or len(self._tables[key][0]) <= most:
+            widths, each = np.arange(most + 1.0), float(self._context_len)
+            costs, factors = [self._latency[name] for name in stages], self._drift(widths) * (widths > 0)
+            one_more = sum(cost.row_ms + cost.context_ms * each for cost in costs)
+            of_one = sum(cost(np.ones(most + 1), widths, np.full(most + 1, each)) for cost in costs)
+            self._tables[key] = (of_one - one_more) * factors, one_more * factors
+        fixed, of_row = self._tables[key]
+        return fixed[: most + 1], of_row[: most + 1]
 
-    def one_each(self, stages: Sequence[str], rows: int) -> float:
-        """Milliseconds of a pass over one position of each row."""
-        return float(self.table(stages, rows, rows)[rows])
+    def of_pass(self, stages: Sequence[str], rows: int, places: int = 1) -> float:
+        """Milliseconds of a pass over so many positions of each row; in static shapes of the bucket's rows,
+        of which those that stand for none attend to nothing. Raises ConfigError as `table`."""
+        paid = float(self._latency.rows(rows))
+        tokens, context_tokens = paid * places, float(rows * self._context_len)
+        ms = sum(self._latency[name](paid, tokens, context_tokens) for name in stages)
+        return float(ms * self._drift(tokens))
 
 
 def round_costs(
@@ -102,108 +113,81 @@ def round_costs(
     what was counted; the cost of one row is the sum over the passes that were counted, exactly.
     """
     if plan is None:
-        return {num: RoundCost(times.one_each(["plain"], times.rows(num)), num_layers) for num in rows}
-    slots = slots_of(route_of(plan), ())
+        return {num: RoundCost(times.of_pass(["plain"], num), num_layers) for num in rows}
+    route = route_of(plan)
+    slots, layers_in = slots_of(route, ()), np.append(layers_of(route, num_layers), route.draft_layer)
+    # Draft passes are measured with one position of each row; those of an exit over several cost what their
+    # parts do: the layers, then the exit's logits.
+    slots[_WIDE_SLOT] = (
+        [f"fill/{route.draft_layer}", f"shadow/{route.draft_layer}"]
+        if route.traits.in_trunk
+        else slots.get(DRAFT_SLOT, [])
+    )
     if times.is_static:
-        return {num: _static_cost(plan, slots, times.rows(num), times, num_layers) for num in rows}
-    passes = list(_passes(plan, slots, rounds, num_layers))
+        passes = [(slot, *each) for slot, each in _static_passes(plan, route).items() if slot in slots]
+        in_all = float(sum(count * layers_in[slot] for slot, count, _ in passes))
+        return {
+            num: RoundCost(
+                float(sum(count * times.of_pass(slots[slot], num, each) for slot, count, each in passes)),
+                in_all,
+            )
+            for num in rows
+        }
+    kinds = [each for each in _passes(plan, rounds) if each.slot in slots]
     found = {}
     for num in rows:
         ms = layers = 0.0
-        for each in passes:
+        for each in kinds:
             for count, share in each.takes:
                 shares = _shares_of_batch(share * each.counts / each.chances, num)
-                ms += count * float(shares @ times.table(each.stages, num, len(shares) - 1))
-                layers += count * float(shares[1:].sum()) * each.layers
+                fixed, of_row = times.table(slots[each.slot], len(shares) - 1)
+                of_rows = each.rows_in(len(shares)) * of_row
+                ms += count * float(shares @ (fixed + of_rows))
+                layers += count * float(shares[1:].sum()) * layers_in[each.slot]
         if rounds.unchecked:  # verify from the draft's layer on, where no row has drafts, replaces two passes
             bare, check, verify = (
-                times.one_each(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
+                times.of_pass(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
             )
-            if plan.draft.layer is None:  # a check's layers are the first
-                check += times.one_each(slots[COLD_SLOT], num)
+            if not route.traits.in_trunk:  # a check's layers are the first
+                check += times.of_pass(slots[COLD_SLOT], num)
             ms += (rounds.unchecked / rounds.rounds) ** num * (bare - check - verify)
-        if LOOKUP_SLOT in slots:
-            ms += times.one_each(slots[LOOKUP_SLOT], num) * rounds.cycles / rounds.rounds
         found[num] = RoundCost(ms, layers)
     return found
 
 
-def _static_cost(
-    plan: SpeculativeConfig, slots: dict[int, list[str]], rows: int, times: PassTimes, num_layers: int
-) -> RoundCost:
-    """Of a round of static shapes: every pass takes its whole rectangle, and none is left out."""
-    tree, draft = DraftTree.branches(plan.num_draft_tokens, plan.num_branches), plan.draft
-    low = top = draft.layer or 0
-    cycles, places = 1, tree.num_nodes
-    ms, layers = 0.0, 0
-
-    def add(slot: int, positions: int, of_layers: int) -> None:
-        """A pass over so many positions of each row."""
-        nonlocal ms, layers
-        if slot in slots:
-            ms += float(times.table(slots[slot], rows, rows * positions)[rows * positions])
-            layers += of_layers
-
-    if plan.check is not None:
-        cycles, top = plan.num_checks, plan.check.layer
-    for cycle in range(cycles):
-        if DRAFT_SLOT in slots or cycle == 0:
-            add(COLD_SLOT, 1, 0)
-        add(LOOKUP_SLOT, 1, 0)
-        add(FEED_SLOT, places, low)
-        if DRAFT_SLOT in slots:
-            depth = min(draft.num_exit_tokens or tree.depth, tree.depth)
-            for level in range(depth):
-                if level > 0 and plan.num_branches > 1:
-                    over = rows * plan.num_branches
-                    ms += float(times.table(_wide_draft(plan, slots), rows, over)[over])
-                    layers += low
-                else:
-                    add(DRAFT_SLOT, 1, low)
-            add(FILL_SLOT, plan.num_branches, low)
-        add(CHECK_SLOT, places, top - low)
-    # What a check has kept of a tree is a chain.
-    tentative = places if plan.check is None else cycles * (plan.num_draft_tokens + 1)
-    add(VERIFY_SLOT, tentative, num_layers - top)
-    return RoundCost(ms, layers)
+def _static_passes(plan: SpeculativeConfig, route: Route) -> dict[int, tuple[Any, Any]]:
+    """As `static_passes`, with those of a tree's further levels."""
+    checks, computed = route.most_checks, route.most_computed
+    has_check, computes = plan.check is not None, route.traits.computes
+    passes = static_passes(plan.num_draft_tokens, computed, checks, has_check, computes, plan.num_branches)
+    if plan.num_branches > 1:
+        passes[DRAFT_SLOT] = checks, 1
+        passes[_WIDE_SLOT] = checks * (computed - 1), plan.num_branches
+    return passes
 
 
-def _wide_draft(plan: SpeculativeConfig, slots: dict[int, list[str]]) -> Sequence[str]:
-    """The stages of a draft pass over a level of a tree. Draft passes are measured with one position of each
-    row; those of an exit over several cost what their parts do: the layers, then the exit's logits."""
-    low = plan.draft.layer
-    return slots[DRAFT_SLOT] if low is None else [f"fill/{low}", f"shadow/{low}"]
-
-
-def _passes(
-    plan: SpeculativeConfig, slots: dict[int, list[str]], rounds: Rounds, num_layers: int
-) -> Iterator[_Passes]:
-    """The kinds of passes of a plan's rounds. A check that was left out counts as one over one position."""
+def _passes(plan: SpeculativeConfig, rounds: Rounds) -> Iterator[_Passes]:
+    """The kinds of passes of a plan's rounds, and some that its route has not. A check that was left out
+    counts as one over one position."""
     cycles = rounds.cycles, [(rounds.cycles / rounds.rounds, 1.0)]
     if plan.check is not None and plan.check.continue_confidence is not None:
         # Rows of a batch stop in cycles of their own: a later one runs for as long as any row goes on.
         cycles = rounds.cycles, [(1.0, float(share)) for share in rounds.reached / rounds.rounds]
-    low = top = plan.draft.layer or 0
-    if COLD_SLOT in slots:  # of exits in each cycle, of checks of what was looked up once a round
-        each = cycles if DRAFT_SLOT in slots else (rounds.rounds, [(1.0, 1.0)])
-        yield _Passes(slots[COLD_SLOT], np.array([0, each[0]]), *each, 0)
-    if FEED_SLOT in slots:
-        yield _Passes(slots[FEED_SLOT], rounds.looked_up, *cycles, low)
-    if DRAFT_SLOT in slots:
-        *drafts, last = rounds.levels
-        for level, counts in enumerate(drafts):
-            is_wide = level > 0 and plan.num_branches > 1
-            stages = _wide_draft(plan, slots) if is_wide else slots[DRAFT_SLOT]
-            yield _Passes(stages, counts, *cycles, low)
-        yield _Passes(slots[FILL_SLOT], last, *cycles, low)
+    once, every = (rounds.rounds, [(1.0, 1.0)]), np.array([0, rounds.cycles])
+    yield _Passes(LOOKUP_SLOT, every, *cycles)
+    if plan.draft.traits.computes:
+        yield _Passes(COLD_SLOT, every, *cycles)
+    else:  # of checks of what was looked up once a round
+        yield _Passes(COLD_SLOT, np.array([0, rounds.rounds]), *once)
+    yield _Passes(FEED_SLOT, rounds.looked_up, *cycles)
+    *drafts, last = rounds.levels
+    for level, counts in enumerate(drafts):
+        yield _Passes(_WIDE_SLOT if level > 0 and plan.num_branches > 1 else DRAFT_SLOT, counts, *cycles)
+    yield _Passes(FILL_SLOT, last, *cycles)
     unchecked = np.zeros_like(rounds.verifies)
     unchecked[1] = rounds.unchecked
-    if plan.check is not None:
-        top = plan.check.layer
-        yield _Passes(slots[CHECK_SLOT], rounds.checks + unchecked, *cycles, top - low)
-    yield _Passes(
-        slots[VERIFY_SLOT], rounds.verifies + unchecked, rounds.rounds, [(1.0, 1.0)], num_layers - top
-    )
+    yield _Passes(CHECK_SLOT, rounds.checks + unchecked, *cycles)
+    yield _Passes(VERIFY_SLOT, rounds.verifies + unchecked, *once)
 
 
 def _shares_of_batch(of_row: Floats, rows: int) -> Floats:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..control.route_costs import (
-    BARE_SLOT,
-    CHECK_SLOT,
-    DRAFT_SLOT,
-    FEED_SLOT,
-    FILL_SLOT,
-    LOOKUP_SLOT,
-    SLOTS,
-    VERIFY_SLOT,
-    slots_of,
-)
-from ..latency.model import LatencyModel, Linear
+from ..control.route_costs import CHECK_SLOT, LOOKUP_SLOT, SLOTS, layers_of, slots_of
+from ..latency.model import LatencyModel, Linear, num_bends, terms
 from .config import MOST_POINTS, AcceptanceSettings, SimulationConfig
 from .distributions import Floats, Ints
 from .workload import Workload
-
-_NUM_TERMS = 4  # least, of a row, of a context token, of a pair
 
 
 class Tables(NamedTuple):
@@ -74,8 +63,8 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
     """Raises ConfigError if the latency model lacks a stage that a route runs."""
     routes, num_layers = list(config.routes.values()), config.engine.num_layers
     num = max(1, len(routes))
-    num_bends = max((len(each.bends()) for each in latency.stages.values()), default=1)
-    stages = np.zeros((num, len(SLOTS), _NUM_TERMS + 2 * num_bends))
+    most = max((num_bends([each]) for each in latency.stages.values()), default=1)
+    stages = np.zeros((num, len(SLOTS), 4 + 2 * most))
     passes = np.zeros((num, len(SLOTS)))
     looks_up, has_check = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
     is_gated, gates = np.zeros(num, np.bool_), np.ones((num, 2))
@@ -83,28 +72,22 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
     drift = np.zeros((num, 3, 2, MOST_POINTS))
     drift[:, :, 1] = 1.0
     for index, route in enumerate(routes):
-        slots, low, high = (
-            slots_of(route.route, ()),
-            route.draft_layer,
-            route.check_layer or route.draft_layer,
-        )
-        for slot, (name,) in slots.items():
-            stages[index, slot] = _seconds(latency[name], num_bends)
+        slots = slots_of(route.route, ())
+        for slot, names in slots.items():
+            stages[index, slot] = _seconds([latency[name] for name in names], most)
+        passes[index] = layers_of(route.route, num_layers) / num_layers
         looks_up[index], has_check[index] = LOOKUP_SLOT in slots, CHECK_SLOT in slots
         if route.gate is not None:
             is_gated[index], gates[index] = True, (route.gate.wrong, route.gate.right)
-        exit_tokens[index] = (route.num_exit_tokens or 32) if DRAFT_SLOT in slots else 0
-        passes[index, [DRAFT_SLOT, FILL_SLOT, FEED_SLOT]] = low / num_layers
-        passes[index, CHECK_SLOT] = (high - low) / num_layers
-        passes[index, BARE_SLOT], passes[index, VERIFY_SLOT] = 1.0 - low / num_layers, 1.0 - high / num_layers
+        exit_tokens[index] = route.route.most_computed
         for which, settings in enumerate((route.acceptance, route.exit_acceptance, route.verify_acceptance)):
             if settings is not None:
                 _put_acceptance(settings, positions[index, which], drift[index, which])
     return Tables(
         stages,
-        _seconds(latency["plain"], num_bends),
-        _seconds(latency["prefill"], num_bends),
-        _seconds(latency["round"], num_bends),
+        _seconds([latency["plain"]], most),
+        _seconds([latency["prefill"]], most),
+        _seconds([latency["round"]], most),
         passes,
         latency.is_static,
         np.array(latency.row_buckets, np.int64),
@@ -133,8 +116,7 @@ def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floa
         drift[:, : points.shape[1]], drift[:, points.shape[1] :] = points, points[:, -1:]
 
 
-def _seconds(cost: Linear, num_bends: int) -> Floats:
-    terms = [cost.least_ms, cost.row_ms, cost.context_ms, cost.pair_ms]
-    bends = [(tokens, slope / 1e3) for tokens, slope in cost.bends()]
-    padded = [*bends, *[(0.0, 0.0)] * (num_bends - len(bends))]
-    return np.array([*(ms / 1e3 for ms in terms), *(value for bend in padded for value in bend)])
+def _seconds(stages: Sequence[Linear], most_bends: int) -> Floats:
+    ms = terms(stages, most_bends)
+    ms[[0, 1, 2, 3, *range(5, len(ms), 2)]] /= 1e3
+    return ms

@@ -234,7 +234,7 @@ def test_costs_are_what_linear_says() -> None:
     passes[:, VERIFY_SLOT] = [[1, 2], [4, 8], [5, 20]]  # one pass of 5 tokens, two of 10 each
     for at, (num, tokens) in enumerate(((1, 5.0), (2, 10.0))):
         exact = float(rest(4.0, 4.0, 900.0)) + num * (float(stage(4.0, tokens, 900.0)) + 0.3 + 0.02 * tokens)
-        assert costs.milliseconds(passes, 4, 900.0)[at] == pytest.approx(exact)
+        assert costs.milliseconds(passes, 4, 4, 900.0)[at] == pytest.approx(exact)
 
 
 def test_static_shapes_cost_their_rectangles_whatever_is_accepted() -> None:
@@ -246,7 +246,7 @@ def test_static_shapes_cost_their_rectangles_whatever_is_accepted() -> None:
     )
     assert np.array_equal(grid.milliseconds(good, 3, 900.0), grid.milliseconds(bad, 3, 900.0))
     index = next(at for at in range(len(grid)) if grid.route(at) == 8 and grid.plan(at) == Plan(4, 15, 6, 2))
-    bucket, context = 4, 900.0  # three rows are run as four, whose context is that of three
+    bucket, context = 4, 900.0  # three rows are run as four; the fourth attends to nothing
     passes = {
         "lookup": (2, 1),
         "cold/4": (2, 1),
@@ -256,10 +256,10 @@ def test_static_shapes_cost_their_rectangles_whatever_is_accepted() -> None:
         "verify/15": (1, 14),
     }
     exact = sum(
-        num * float(latency[name](float(bucket), float(bucket * width), context * bucket / 3))
+        num * float(latency[name](float(bucket), float(bucket * width), context))
         for name, (num, width) in passes.items()
     )
-    exact += 2 * float(latency["fill/4"](float(bucket), float(bucket * 7), context * bucket / 3)) + float(
+    exact += 2 * float(latency["fill/4"](float(bucket), float(bucket * 7), context)) + float(
         latency["round"](3.0, 3.0, context)
     )
     assert grid.milliseconds(good, 3, context)[index] == pytest.approx(exact, rel=0.01)
