@@ -54,9 +54,9 @@ class Corrections:
         total = float(rounds.sum())
         each_ms = np.array([each.seconds for each in seen]) * 1e3 / rounds
         route = None if choice.route is None else self._grid.routes[choice.route]
-        widths, cycles = _observed(seen, route, int(rounds.sum()) * rows)
+        widths = _observed(seen, route, int(rounds.sum()) * rows)
         context = float(np.dot(rounds, [each.context_tokens for each in seen])) / total
-        plan = self._grid.one(choice.route, choice.plan, cycles)
+        plan = self._grid.one(choice.route, choice.plan)
         expected = float(self._grid.milliseconds(widths, rows, context, plan)[0])
         if expected <= 0.0:
             return
@@ -103,23 +103,20 @@ def _clipped_log(ratio: float) -> float:
     return min(max(math.log(ratio), -_MAX_LOG), _MAX_LOG)
 
 
-def _observed(seen: Sequence[Observation], route: Route | None, row_rounds: int) -> tuple[Widths, float]:
-    """How far rows got in these rounds, and cycles per row and round, were each to take all that it has room
-    for. A row that could not draft took one cycle without drafts."""
+def _observed(seen: Sequence[Observation], route: Route | None, row_rounds: int) -> Widths:
+    """How far rows got in these rounds. A row that could not draft took one cycle without drafts."""
     most, most_checks = seen[0].choice.plan.num_draft_tokens, seen[0].choice.plan.num_checks
     drafted, kept, looked_up, went_on = (
         np.concatenate([getattr(each, name) for each in seen])
         for name in ("drafted", "kept", "looked_up", "went_on")
     )
-    cycles = np.ones((1, most_checks))
-    if route is not None and route.is_gated:
-        cycles = _shares(went_on, row_rounds, most_checks - 1)
-    num = max(len(drafted), row_rounds)
+    cycles = _shares(went_on, row_rounds, most_checks - 1)
+    num = round(row_rounds * float(cycles.sum()))
     only_looks_up = route is not None and not route.traits.computes
     is_mixed = route is not None and route.traits.is_mixed
     looked = looked_up > 0 if is_mixed else np.full(len(drafted), only_looks_up)
     num_looked = num if only_looks_up else int(looked.sum())
-    widths = Widths(
+    return Widths(
         computed=_shares(drafted[~looked], num - num_looked, most),
         looked=_shares(drafted[looked], num_looked, most),
         found=np.array([num_looked / num]),
@@ -127,7 +124,6 @@ def _observed(seen: Sequence[Observation], route: Route | None, row_rounds: int)
         accepted=np.ones((1, MOST_TENTATIVE + 1)),
         cycles=cycles,
     )
-    return widths, num / row_rounds * most_checks / float(cycles.sum())
 
 
 def _shares(lengths: Ints, num: int, most: int) -> Floats:

@@ -14,7 +14,7 @@ from ..latency.model import LatencyModel
 from .acceptance_model import DRAFT, VERIFY, AcceptanceModel, Estimates
 from .choice import Choice, Observation, Route
 from .corrections import Corrections
-from .goodput import PlanGrid, Sizes, Widths
+from .goodput import PlanGrid, Widths
 from .hazards import Floats
 from .request_sizes import Shifts, size_requests
 
@@ -160,9 +160,8 @@ class Forecaster:
         )
         if sizes is None:
             return selection
-        _, _, uniform = self._predict_one(route, self.grid.one(route, plan), sizes.uniform_widths, forecast)
-        own = self.grid.one(route, sizes.plan, sizes.cycles)
-        extras, milliseconds, tokens_per_s = self._predict_one(route, own, sizes.widths, forecast)
+        _, _, uniform = self._predict_one(route, plan, sizes.uniform, forecast)
+        extras, milliseconds, tokens_per_s = self._predict_one(route, sizes.plan, sizes.own, forecast)
         if tokens_per_s <= uniform:
             return selection
         return replace(
@@ -174,16 +173,14 @@ class Forecaster:
         )
 
     def _predict_one(
-        self, route: int, sizes: Sizes, widths: Widths, forecast: Forecast
+        self, route: int, plan: Plan, widths: Widths, forecast: Forecast
     ) -> tuple[float, float, float]:
-        """One plan with widths of its own -> accepted drafts of a row, milliseconds and tokens/s of a
+        """A plan, with widths of each row -> accepted drafts of a row, milliseconds and tokens/s of a
         round."""
-        rows, context_tokens = forecast.rows, forecast.context_tokens
-        extras = float(self.grid.tokens(widths, sizes)[0]) - 1.0
-        factor = float(self._corrections.time_factors(rows)[0][route])
-        milliseconds = float(self.grid.milliseconds(widths, rows, context_tokens, sizes)[0])
-        milliseconds = max(milliseconds * factor, 1e-9)
-        tokens = rows * (1.0 + extras * float(self._corrections.extra_factors()[route]))
+        per_row, milliseconds = self.grid.of_batch(route, plan, widths, forecast.context_tokens)
+        milliseconds *= float(self._corrections.time_factors(forecast.rows)[0][route])
+        milliseconds, extras = max(milliseconds, 1e-9), per_row - 1.0
+        tokens = forecast.rows * (1.0 + extras * float(self._corrections.extra_factors()[route]))
         return extras, milliseconds, tokens * 1e3 / milliseconds
 
     def name(self, choice: Choice) -> str:

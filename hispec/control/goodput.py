@@ -67,7 +67,6 @@ class Sizes:
     """Plans, by the entry of their widths, the index of their route (the last = plain), K, and R.
 
     has_check
-    cycles   of a row on average, where some take fewer than R
     """
 
     entry: Ints
@@ -75,7 +74,6 @@ class Sizes:
     drafts: Ints
     checks: Ints
     has_check: Bools
-    cycles: Floats
 
     @cached_property
     def checked(self) -> Ints:
@@ -124,9 +122,7 @@ class PlanGrid:
                 for checks in _checks_of(route, drafts)
             ]
         route_of, drafts, checks = np.array(plans, np.int64).T
-        self.sizes = Sizes(
-            route_of, route_of, drafts, checks, self._has_check[route_of], checks.astype(np.float64)
-        )
+        self.sizes = Sizes(route_of, route_of, drafts, checks, self._has_check[route_of])
         self._costs, self._one = (
             StageCosts(self._slots, latency, route_of),
             [StageCosts([each], latency, np.zeros(1, np.int64)) for each in self._slots],
@@ -170,19 +166,11 @@ class PlanGrid:
         checks = f" R={plan.num_checks}" if plan.check_layer is not None else ""
         return f"{self.routes[route]} K={plan.num_draft_tokens}{checks}"
 
-    def one(self, route: int | None, plan: Plan, cycles: float | None = None) -> Sizes:
-        """A plan, with widths of its own."""
+    def one(self, route: int | None, plan: Plan, num: int = 1) -> Sizes:
+        """A plan, with `num` entries of widths of its own."""
         at = len(self.routes) if route is None else route
-        drafts, checks = np.array([plan.num_draft_tokens]), np.array([plan.num_checks])
-        cycles = plan.num_checks if cycles is None else cycles
-        return Sizes(
-            np.array([0]),
-            np.array([at]),
-            drafts,
-            checks,
-            self._has_check[[at]],
-            np.array([cycles], np.float64),
-        )
+        routes, drafts, checks = (np.full(num, each) for each in (at, plan.num_draft_tokens, plan.num_checks))
+        return Sizes(np.arange(num), routes, drafts, checks, self._has_check[routes])
 
     def widths(self, estimates: Estimates) -> Widths:
         """With an entry for plain decoding, which nothing is drafted in."""
@@ -220,57 +208,57 @@ class PlanGrid:
         )
         return costs.milliseconds(passes, rows, self._latency.rows(rows), context_tokens)
 
-    def _packed_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
+    def of_batch(self, route: int, plan: Plan, widths: Widths, context_tokens: float) -> tuple[float, float]:
+        """A round of rows that differ, in packed shapes; widths: an entry of each -> (tokens of a row,
+        milliseconds)."""
+        rows = len(widths.found)
+        sizes = self.one(route, plan, rows)
+        passes = self._packed_passes(widths, None, sizes)
+        # Each is run once for all of them.
+        passes = np.stack([passes[0, :, :1], *passes[1:].sum(axis=2, keepdims=True)])
+        (milliseconds,) = self._one[route].milliseconds(passes, rows, rows, context_tokens)
+        return float(self.tokens(widths, sizes).mean()), float(milliseconds)
+
+    def _packed_passes(self, widths: Widths, rows: int | None, sizes: Sizes) -> Passes:
         """[3, slots, plans]: passes of a round by slot, rows and positions in them: the live ones. A pass is
-        run if a row is in it."""
+        run if a row is in it. rows: as `_any_row`; with None, [plans] are the rows."""
+        num_rows = 1 if rows is None else rows
         entry, last, out = sizes.entry, sizes.checks - 1, np.zeros((3, len(SLOTS), len(sizes.route)))
         found, drafts = widths.found[entry], np.minimum(sizes.drafts, self._computed[sizes.route])
-        cycles = sizes.cycles * np.cumsum(widths.cycles, axis=1)[entry, last] / sizes.checks
+        of_rows = np.cumsum(widths.cycles, axis=1)[entry, last] * num_rows  # cycles of all of them
         alive = widths.computed * (1.0 - widths.found)[:, None]
         any_alive = _any_row(widths, rows, sizes, alive)
         before = np.maximum(drafts - 1, 0)
         has_drafts = drafts > 0
         out[0, DRAFT_SLOT] = np.where(has_drafts, np.cumsum(any_alive, axis=2)[entry, last, before], 0.0)
-        out[1:, DRAFT_SLOT] = (
-            np.where(has_drafts, np.cumsum(alive, axis=1)[entry, before], 0.0) * cycles * rows
-        )
+        out[1:, DRAFT_SLOT] = np.where(has_drafts, np.cumsum(alive, axis=1)[entry, before], 0.0) * of_rows
         out[0, FILL_SLOT] = any_alive[entry, last, drafts]
-        out[1:, FILL_SLOT] = alive[entry, drafts] * cycles * rows
+        out[1:, FILL_SLOT] = alive[entry, drafts] * of_rows
         looked = (
             np.cumsum(widths.looked, axis=1)[entry, sizes.drafts] * found
         )  # the place before them counted
         computed = np.cumsum(widths.computed, axis=1)[entry, drafts] * (1.0 - found)
         chances = np.stack([np.ones_like(widths.found), widths.found], axis=1)
         run, fed = _any_row(widths, rows, sizes, chances)[entry, last].T
-        out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = run, cycles * rows
-        out[:, FEED_SLOT] = (
-            fed,
-            found * cycles * rows,
-            looked * cycles * rows,
-        )
+        out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = run, of_rows
+        out[:, FEED_SLOT] = fed, found * of_rows, looked * of_rows
         has_check = sizes.has_check
         places = looked + computed
         tentative = np.where(has_check, np.cumsum(widths.kept, axis=1)[entry, sizes.drafts], places)
         # Without a draft in any row a single check is left out, and verify resumes where the drafter stopped.
         first = np.minimum(sizes.drafts, 1)
         offered = widths.looked[entry, first] * found + widths.computed[entry, first] * (1.0 - found)
-        bare = np.where(has_check & (sizes.checks == 1), (1.0 - offered) ** rows, 0.0)
+        bare = np.where(has_check & (sizes.checks == 1), 1.0 - _any(offered, rows), 0.0)
         # The first pass over the first layers is an exit's, in every cycle; or else a check's: after a draft
         # model in every cycle, after prompt lookup in the first.
         cold = np.where(self._looks_up[sizes.route], has_check, run)
         cold *= np.where(self._in_trunk[sizes.route], 1.0, 1.0 - bare)
-        out[:, COLD_SLOT] = cold * np.array([[1.0], [rows], [rows]])
-        out[:, CHECK_SLOT] = (
-            run * (1.0 - bare),
-            cycles * rows * (1.0 - bare),
-            rows * (cycles * places - bare),
-        )
-        out[:, BARE_SLOT] = bare, bare * rows, bare * rows
-        out[:, VERIFY_SLOT] = (
-            1.0 - bare,
-            rows * (1.0 - bare),
-            rows * (np.where(has_check, cycles, 1.0) * tentative - bare),
-        )
+        out[:, COLD_SLOT] = cold * np.array([[1.0], [num_rows], [num_rows]])
+        skipped = bare * num_rows
+        out[:, CHECK_SLOT] = run * (1.0 - bare), of_rows * (1.0 - bare), of_rows * places - skipped
+        out[:, BARE_SLOT] = bare, skipped, skipped
+        judged = np.where(has_check, of_rows, num_rows) * tentative
+        out[:, VERIFY_SLOT] = 1.0 - bare, num_rows - skipped, judged - skipped
         return out
 
     def _static_passes(self, rows: int, sizes: Sizes) -> Passes:
@@ -284,11 +272,19 @@ class PlanGrid:
         return out
 
 
-def _any_row(widths: Widths, rows: int, sizes: Sizes, chances: Floats) -> Floats:
+def _any(chances: Floats, rows: int | None) -> Floats:
+    """[entries, ...]: that some row does what each of so many rows does with these chances, by entry; None:
+    each entry is one row, all of one batch."""
+    if rows is None:
+        return np.broadcast_to(1.0 - np.prod(1.0 - chances, axis=0), chances.shape)
+    return 1.0 - (1.0 - chances) ** rows
+
+
+def _any_row(widths: Widths, rows: int | None, sizes: Sizes, chances: Floats) -> Floats:
     """[entries, R, n]: in how many of the first 1 to R cycles some row does what a row that takes the cycle
     does with these chances [entries, n]."""
     takes = widths.cycles[:, : int(sizes.checks.max()), None] * chances[:, None]
-    return np.cumsum(1.0 - (1.0 - takes) ** rows, axis=1)
+    return np.cumsum(_any(takes, rows), axis=1)
 
 
 def _checks_of(route: Route, num_drafts: int) -> list[int]:

@@ -115,7 +115,5 @@ def survival(hazards: Floats) -> Floats:
 
 def shift_log_odds(hazards: Floats, shift: Floats | float) -> Floats:
     """Hazards whose odds are exp(shift) times as high."""
-    if np.all(np.asarray(shift) == 0.0):
-        return hazards
     odds = np.exp(shift)
     return hazards * odds / (1.0 - hazards + hazards * odds)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..config import Plan
-from .acceptance_model import Estimates, expected_kept
+from .acceptance_model import MOST_CHECKS, MOST_TENTATIVE, Estimates, expected_kept
 from .choice import Ints
 from .goodput import PlanGrid, Widths
 from .hazards import Floats
@@ -25,18 +25,16 @@ class RequestSizes:
     plan                     with the largest K and R of any request
     usual                    with the batch's K and R, which requests have that join before the next decision
     most_drafts, most_checks {request number: K or R} where they differ from the usual ones
-    widths                   of the batch with these sizes (one entry)
-    uniform_widths           of the batch if all requests had the batch's sizes
-    cycles                   mean R
+    own, uniform             how far each request gets with these sizes, by one entry of each; and if all had
+                             the batch's
     """
 
     plan: Plan
     usual: Plan
     most_drafts: dict[int, int]
     most_checks: dict[int, int]
-    widths: Widths
-    uniform_widths: Widths
-    cycles: float
+    own: Widths
+    uniform: Widths
 
 
 def size_requests(
@@ -51,32 +49,40 @@ def size_requests(
     """Distributes a batch's plan over its requests; None if all get the same. A request whose K becomes 0 is
     decoded plainly, until its counts have decayed so far that it gets the batch's K again. widths: of all
     routes."""
-    limits, num_drafts = grid.routes[route], plan.num_draft_tokens
+    limits, num_drafts, num = grid.routes[route], plan.num_draft_tokens, len(numbers)
     (shift, tries), (verify_shift, verify_tries) = shifts
-    reach = expected_kept(estimates.kept[route], shift, limits.most_drafts)
-    drafts = _in_proportion(num_drafts, reach[:, 1 : num_drafts + 1], tries, 0, limits.most_drafts)
-    checks = np.full(len(numbers), plan.num_checks)
+    kept = np.zeros((num, grid.num_drafts + 1))
+    kept[:, : limits.most_drafts + 1] = expected_kept(estimates.kept[route], shift, limits.most_drafts)
+    accepted = expected_kept(estimates.accepted[route], verify_shift, MOST_TENTATIVE)
+    drafts = _in_proportion(num_drafts, kept[:, 1 : num_drafts + 1], tries, 0, limits.most_drafts)
+    checks = np.full(num, plan.num_checks)
     if plan.num_checks > 1:
-        accepted = expected_kept(estimates.accepted[route], verify_shift, plan.window)[:, 1:]
-        checks = _in_proportion(plan.num_checks, accepted, verify_tries, 1, limits.most_checks)
+        reached = accepted[:, 1 : plan.window + 1]
+        checks = _in_proportion(plan.num_checks, reached, verify_tries, 1, limits.most_checks)
     if (drafts == num_drafts).all() and (checks == plan.num_checks).all():
         return None
-    most, most_checks = grid.round_up(route, max(1, int(drafts.max()))), int(checks.max())
-    places = np.arange(grid.num_drafts + 1)
-    may = places <= drafts[:, None]
-    kept = np.zeros((len(numbers), len(places)))
-    kept[:, : limits.most_drafts + 1] = reach
-    one, share = widths.of(route), may.mean(axis=0)[None]
-    uniform = np.where(places <= num_drafts, kept, 0.0).mean(axis=0)[None]
-    own = np.where(may, kept, 0.0).mean(axis=0)[None]
+    most = limits.plan(grid.round_up(route, max(1, int(drafts.max()))), int(checks.max()))
+    one = widths.of(route)
+
+    def limited(drafts: Ints, checks: Ints) -> Widths:
+        may = np.arange(kept.shape[1]) <= drafts[:, None]
+        goes_on = np.arange(MOST_CHECKS) < np.where(drafts > 0, checks, 1)[:, None]
+        return Widths(
+            one.computed * may,
+            one.looked * may,
+            one.found * (drafts > 0),
+            kept * may,
+            accepted,
+            one.cycles * goes_on,
+        )
+
     return RequestSizes(
-        limits.plan(most, most_checks),
+        most,
         plan,
         _different(numbers, drafts, num_drafts),
         _different(numbers, checks, plan.num_checks),
-        replace(one, computed=one.computed * share, looked=one.looked * share, kept=own),
-        replace(one, kept=uniform),
-        float(checks.mean()),
+        limited(drafts, checks),
+        limited(np.full(num, num_drafts), np.full(num, plan.num_checks)),
     )
 
 

@@ -69,10 +69,15 @@ class Law:
     goes_on: float = 1.0
 
 
+def _better(chance: float, log_odds: float) -> float:
+    odds = float(np.exp(log_odds))
+    return chance * odds / (1 - chance + chance * odds)
+
+
 @dataclass
 class Machine:
-    """Draws what rounds do. laws: by route; request: by how much the odds of a request are better. at_round
-    may change laws."""
+    """Draws what rounds do. laws: by route, which may change; request, verify: by how much the log odds of a
+    request's drafts and of its tentative tokens are better."""
 
     routes: Sequence[Route]
     latency: LatencyModel
@@ -80,6 +85,7 @@ class Machine:
     seed: int = 0
     noise: float = 0.03
     request: Callable[[int], float] = lambda number: 0.0
+    verify: Callable[[int], float] = lambda number: 0.0
     context_per_row: int = 300
     tokens: int = 0
     seconds: float = 0.0
@@ -98,8 +104,8 @@ class Machine:
         if choice.route is not None:
             route, law = self.routes[choice.route], self.laws[choice.route]
             for number in numbers:
-                odds = np.exp(self.request(number))
-                kept_chance = law.kept * odds / (1 - law.kept + law.kept * odds)
+                kept_chance = _better(law.kept, self.request(number))
+                passes = _better(law.accepted, self.verify(number))
                 cap, checks = (
                     choice.num_drafts(number),
                     choice.num_checks(number),
@@ -127,7 +133,7 @@ class Machine:
                 elif route.check_layer is None:
                     tokens += cycles[-1][3] + 1
                 else:
-                    accepted = min(tentative, int(self.random.geometric(max(1 - law.accepted, 1e-9))) - 1)
+                    accepted = min(tentative, int(self.random.geometric(max(1 - passes, 1e-9))) - 1)
                     verified.append((number, tentative, accepted, went_on, went_on + asked))
                     tokens += min(accepted + 1, tentative)
         seconds = (
@@ -208,6 +214,7 @@ class Machine:
             self.seed + 1,
             self.noise,
             self.request,
+            self.verify,
             self.context_per_row,
         )
         for _ in range(rounds):
