@@ -129,11 +129,14 @@ def _accumulate(
     sums: Any,
     i: int,
     num: int,
+    head_dim: int,
+    rest: Any,
     asked: Any,
 ) -> None:
     """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * the value at place j, for `num` k and one
-    after another of `count` j. The rest as of _transpose."""
-    head_dim, bytes_per_sum = sums.shape[1], sums.strides[0]
+    after another of `count` j. rest: addresses of what _copy_rest has copied, and of its places; the rest as
+    of _transpose."""
+    bytes_per_sum = sums.strides[0]
     of_weights = (weights.ctypes.data, weights.strides[0])
     of_factors, of_sums = factors.ctypes.data + i * factors.strides[0], sums.ctypes.data + i * bytes_per_sum
     whole = head_dim // COLUMNS * COLUMNS
@@ -144,16 +147,23 @@ def _accumulate(
             *(num, of_weights, values + size * d, size, places.ctypes.data, count, of_factors, some_sums),
             *(asked_values + size * d, asked_places, num_asked),
         )
-    if whole == head_dim:
-        return
-    for k in range(num):
-        o, factor = sums[i + k], factors[i + k]
+    if whole < head_dim:
+        some_sums = of_sums + 4 * whole, bytes_per_sum
+        rest_values, rest_places = rest
+        add_weighted(
+            *(num, of_weights, rest_values, 4, rest_places, count, of_factors, some_sums),
+            *(rest_values, rest_places, 1),  # is there already
+        )
+
+
+@njit(**_OPTIONS)
+def _copy_rest(values: int, size: int, head_dim: int, places: Any, count: int, out: Any) -> None:
+    """out[j, d - whole] = number d of the value at place j, for the d of `head_dim` that make no whole
+    COLUMNS, and `count` j. Number by number, but once for all queries, whose sums then are of vectors."""
+    whole = head_dim // COLUMNS * COLUMNS
+    for j in range(count):
         for d in range(whole, head_dim):
-            o[d] *= factor
-        for j in range(count):
-            value, weight = values + places[j], weights[k, j]
-            for d in range(whole, head_dim):
-                o[d] += weight * number_at(value + size * d, size)
+            out[j, d - whole] = number_at(values + places[j] + size * d, size)
 
 
 # Within its caller alone: LLVM optimises what a kernel calls once more in each that calls it.
@@ -185,7 +195,8 @@ def _attend_unit(
     num_queries = num_per_head * (last_head - first_head)
     most = narrow.QUERIES if in_bfloat16 else QUERIES
     # In bfloat16 numbers are multiplied in groups, and a block of queries may reach past the last.
-    dims = (head_dim + GROUP - 1) // GROUP * GROUP if in_bfloat16 else head_dim
+    whole = GROUP if in_bfloat16 else COLUMNS
+    dims = (head_dim + whole - 1) // whole * whole
     num_rows = num_queries + most if in_bfloat16 else num_queries
     queries, sums = np.empty((num_queries, head_dim), np.float32), np.zeros((num_rows, dims), np.float32)
     peak, total = np.full(num_queries, np.float32(FAR_BELOW)), np.zeros(num_queries, np.float32)
@@ -205,11 +216,15 @@ def _attend_unit(
     reads_places = in_bfloat16 and narrow.READS_PLACES and num_per_head <= 2 * most and dims == head_dim
     # Arrays for other ways are empty.
     is_narrow, is_packed = 1 if in_bfloat16 else 0, 1 if in_bfloat16 and not reads_places else 0
+    has_rest = 1 if not in_bfloat16 and dims > head_dim else 0
     packed_queries = np.zeros((is_narrow * num_rows, dims), np.int16)
     packed_keys = np.zeros((is_packed * TILE // WIDTH, dims // 2, WIDTH, 2), np.int16)
     packed_values = np.zeros((is_packed * dims // WIDTH, TILE // 2, WIDTH, 2), np.int16)
     packed_weights = np.zeros((is_narrow * most, TILE), np.int16)
     tile_keys = np.empty(((1 - is_narrow) * TILE // COLUMNS, head_dim, COLUMNS), np.float32)
+    rest_values, rest_places = np.zeros((has_rest * TILE, COLUMNS), np.float32), np.empty(TILE, np.int64)
+    for j in range(has_rest * TILE):
+        rest_places[j] = j * rest_values.strides[0]
     if in_bfloat16:
         narrow.pack_queries(queries, packed_queries)
     for start in range(0, context_len, TILE):
@@ -247,6 +262,8 @@ def _attend_unit(
                     narrow.pack_values(all_values, head_dim, places, count, packed_values, asked_values)
                 elif not in_bfloat16:
                     _transpose(all_keys, size, places, count, tile_keys, asked)
+                    if has_rest:
+                        _copy_rest(all_values, size, head_dim, places, count, rest_values)
                 for block in range(num_blocks):
                     num = (end - i) // (num_blocks - block)  # blocks as alike as can be
                     longest = 0
@@ -279,6 +296,7 @@ def _attend_unit(
                         else:
                             _accumulate(
                                 *(scores, all_values, size, places, longest, shrink, sums, i, num),
+                                *(head_dim, (rest_values.ctypes.data, rest_places.ctypes.data)),
                                 asked_values,
                             )
                     i += num
