@@ -57,7 +57,6 @@ NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every sl
 # Multiplications of a call's scores from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 17
 _OPTIONS: dict[str, Any] = {
-    "fastmath": {"contract"},
     "error_model": "numpy",
     "cache": True,
     "nogil": True,

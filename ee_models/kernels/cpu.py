@@ -21,9 +21,7 @@ from .numba_math import ONE, exp32
 from .numba_vectors import copy_numbers, sum_of_squares
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-_kernel = njit(fastmath={"contract"}, error_model="numpy", cache=True, nogil=True)
-# In a * b + c * d either product may be the one that is not rounded, as LLVM likes.
-_uncontracted = njit(error_model="numpy", cache=True, nogil=True)
+_kernel = njit(error_model="numpy", cache=True, nogil=True)
 
 
 @_kernel
@@ -60,7 +58,7 @@ def _store(x: int, head_dim: int, base: int, at: Any, size: int, is_key: bool, s
         copy_numbers(x, head_dim, base + (slot * num_kv_heads + head) * size * head_dim, size)
 
 
-@_uncontracted
+@_kernel
 def rope_and_store(
     qkv: Any,
     cos_sin: Any,

@@ -1,6 +1,6 @@
 """Float32 arithmetic for numba kernels that LLVM can vectorise.
 
-Each operation is a plain IEEE float32 one with a fixed contraction into fused multiply-adds, so a value's
+Each operation is a plain IEEE float32 one, and multiply-adds are fused where the code says so, so a value's
 bits do not depend on where in a vector, or in which loop's remainder, it was computed.
 """
 
@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .numba_vectors import multiply_add
 
 _f = np.float32
 ZERO, ONE = _f(0.0), _f(1.0)
@@ -39,7 +41,7 @@ def exp(builder: Any, x: Any) -> Any:
         return ir.Constant(of, [number] * size if size else number)
 
     def add_product(p: Any, q: Any, r: Any) -> Any:
-        return builder.fadd(builder.fmul(p, q, flags=("contract",)), r, flags=("contract",))
+        return multiply_add(builder, p, q, r)
 
     x = builder.select(builder.fcmp_ordered(">", x, every(_LOWEST)), x, every(_LOWEST))
     x = builder.select(builder.fcmp_ordered("<", x, every(_HIGHEST)), x, every(_HIGHEST))

@@ -24,6 +24,8 @@ def compiles_for(feature: str) -> bool:
     return f"+{feature}" in features.split(",")
 
 
+# Whether a product is added in one rounding; on 64-bit ARM (neon) always.
+_IS_FUSED = any(map(compiles_for, ("fma", "avx512f", "neon")))
 # float32 in a vector. Sums are ordered by it, so it is the CPU's own, not that of the kernel at hand.
 WIDTH = 16 if compiles_for("avx512f") else 8
 
@@ -138,11 +140,19 @@ def spread(builder: Any, number: Any) -> Any:
     return shuffle(builder, alone, alone, [0] * WIDTH)
 
 
+def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of floats or vectors, in one rounding where the CPU can. Said outright: where LLVM may choose
+    (`contract`), it fuses another product of a sum in one place than in another."""
+    if not _IS_FUSED:
+        return builder.fadd(builder.fmul(x, y), z)
+    name = "llvm.fma.f32" if x.type == FLOAT else f"llvm.fma.v{x.type.count}f32"
+    kind = ir.FunctionType(x.type, [x.type] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
+
+
 def add_product(builder: Any, total: Any, x: Any, y: Any) -> None:
-    """total += x * y, in one rounding where the CPU can; total is a place in memory that LLVM turns into a
-    register."""
-    product = builder.fmul(x, y, flags=("contract",))
-    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+    """total += x * y, as `multiply_add`; total is a place in memory that LLVM turns into a register."""
+    builder.store(multiply_add(builder, x, y, builder.load(total)), total)
 
 
 def add_rows(

@@ -171,6 +171,14 @@ def test_bits_are_those_of_single_operations(
                 assert torch.equal(a, b)
 
 
+def test_norms_of_large_heads_have_the_bits_of_single_operations(tmp_path: Path) -> None:
+    """Of 256 numbers LLVM unrolls the sum of squares within a pass, and begins it elsewhere."""
+    tiny_checkpoint(tmp_path / "model", "qwen3", num_layers=2, head_dim=256)
+    decoder = Decoder.load(open_checkpoint(tmp_path / "model"), torch.float32, CPU)
+    for a, b in zip(run(decoder, decoder._layers, False), run(decoder, decoder._layers, True), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_small_passes_stay_on_one_thread_and_large_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
