@@ -37,7 +37,6 @@ from benchmarks.command import run
 from benchmarks.quality_figures import gsm8k_figures, prompts_figures, text_figures
 from benchmarks.quality_inputs import Models, Prompt, examples_of, prompts_of, questions_of
 from benchmarks.quality_tables import lines_of
-from ee_models.checkpoint.exit_files import fingerprint
 from ee_models.training.examples import Example
 from hispec.errors import ConfigError
 from hispec.jobs.bench_inputs import token_ids_of
@@ -90,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "kv_cache_dtype": str(decoders[-1].kv_dtype).removeprefix("torch."),
         }
         shown = ", ".join([name, *(f"{field}={value}" for field, value in settings.items())])
-        result["models"].append({"name": shown, "fingerprint": fingerprint(checkpoint)} | dtypes)
+        result["models"].append({"name": shown, "fingerprint": checkpoint.fingerprint} | dtypes)
     if questions:
         result["gsm8k"] = {"file": options.gsm8k.name} | gsm8k_figures(questions, answered)
     if texts:

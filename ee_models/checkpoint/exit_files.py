@@ -7,12 +7,10 @@ exits.json          ExitsInfo: the base model, each exit's shape, the recipe, th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,6 +19,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import CheckpointError
 from .described import FileInfo, read_info, sha256, write_described
+from .exit_shape import ExitShape, check_distinct
 from .loader import Checkpoint
 
 TENSORS, INFO = "exits.safetensors", "exits.json"
@@ -31,31 +30,11 @@ class ExitsError(CheckpointError):
     """Exits that cannot be used: missing, damaged, or of another model."""
 
 
-class ExitInfo(FileInfo):
-    """One exit's shape.
+class ExitInfo(ExitShape):
+    """An exit that was trained. held_out: metrics on held-out data."""
 
-    layer              the exit reads the hidden state after this many layers
-    num_blocks         0: only a norm of its own before the head
-    attention          whether blocks have attention, with as many heads as the base model's
-    intermediate_size  of the blocks' gated MLP; None: blocks have none
-    vocabulary_size    number of tokens it has logits for; None: all
-    held_out           metrics on held-out data
-    """
-
-    layer: Annotated[int, Field(ge=1)]
-    num_blocks: Annotated[int, Field(ge=0, le=8)] = 1
-    attention: bool = True
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
-    vocabulary_size: Annotated[int, Field(ge=1)] | None = None
     held_out: dict[str, float] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> ExitInfo:
-        if self.num_blocks and not self.attention and self.intermediate_size is None:
-            raise ValueError(
-                "a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out"
-            )
-        return self
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor of this exit, without the prefix of its layer, with the shape it must have."""
@@ -88,7 +67,7 @@ class BaseModelInfo(FileInfo):
     @classmethod
     def of(cls, name: str, checkpoint: Checkpoint) -> BaseModelInfo:
         sizes = {field: getattr(checkpoint.config, field) for field in _SIZES}
-        return cls(name=name, fingerprint=fingerprint(checkpoint), **sizes)
+        return cls(name=name, fingerprint=checkpoint.fingerprint, **sizes)
 
 
 class ExitsInfo(FileInfo):
@@ -103,9 +82,7 @@ class ExitsInfo(FileInfo):
 
     @model_validator(mode="after")
     def _distinct(self) -> ExitsInfo:
-        layers = [info.layer for info in self.exits]
-        if len(set(layers)) != len(layers):
-            raise ValueError(f"exits must be at different layers, got {layers}")
+        check_distinct(self.exits)
         return self
 
 
@@ -226,27 +203,7 @@ def check_base_model(
                 f"{what} belong to {base.name} ({name} {ours}), not to {checkpoint.path} ({name} {theirs});"
                 f" {remedy}"
             )
-    if base.fingerprint != fingerprint(checkpoint):
+    if base.fingerprint != checkpoint.fingerprint:
         raise error(
             f"{what} belong to {base.name}; {checkpoint.path} has the same sizes, but other weights; {remedy}"
         )
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum that tells a model from others of its sizes within milliseconds; float32 and bfloat16 copies
-    have the same.
-
-    It covers all norms, and queries, values and MLP output of the first, middle and last layer, rounded to
-    bfloat16: full fine-tuning changes the norms, low-rank adapters nearly always queries and values. A
-    float16 copy, which rounds small weights, counts as another model.
-    """
-    depth = checkpoint.config.num_layers
-    norms = ("input_layernorm", "post_attention_layernorm")
-    linears = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-    parts = [f"{index}.{norm}" for index in range(depth) for norm in norms]
-    parts += [f"{index}.{linear}" for index in sorted({0, depth // 2, depth - 1}) for linear in linears]
-    digest = hashlib.blake2b(digest_size=16)
-    for name in ("model.norm", *(f"model.layers.{part}" for part in parts)):
-        weight = checkpoint.tensor(f"{name}.weight").to(torch.bfloat16).contiguous()
-        digest.update(weight.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()

@@ -6,10 +6,12 @@ the installed transformers.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,26 @@ class Checkpoint:
         if not self.has(name):
             raise CheckpointError(f"{self.path} has no tensor {name!r} that {self.config.architecture} uses")
         return self.source.read(name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A checksum that tells a model from others of its sizes by a small part of its weights; float32 and
+        bfloat16 copies have the same.
+
+        It covers all norms, and queries, values and MLP output of the first, middle and last layer, rounded
+        to bfloat16: full fine-tuning changes the norms, low-rank adapters nearly always queries and values.
+        A float16 copy, which rounds small weights, counts as another model.
+        """
+        depth = self.config.num_layers
+        norms = ("input_layernorm", "post_attention_layernorm")
+        linears = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+        parts = [f"{index}.{norm}" for index in range(depth) for norm in norms]
+        parts += [f"{index}.{linear}" for index in sorted({0, depth // 2, depth - 1}) for linear in linears]
+        digest = hashlib.blake2b(digest_size=16)
+        for name in ("model.norm", *(f"model.layers.{part}" for part in parts)):
+            weight = self.tensor(f"{name}.weight").to(torch.bfloat16).contiguous()
+            digest.update(weight.view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:

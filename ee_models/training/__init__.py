@@ -1,4 +1,2 @@
-"""Training of exits: adapters distilled on a frozen trunk (Kangaroo), and LayerSkip training of whole
-models."""
-
-OWNER = "hispec"
+"""Training: exits distilled on a frozen trunk (Kangaroo), a model together with its exits, and LayerSkip's
+training of whole models."""

@@ -8,12 +8,10 @@ makes: elsewhere the exit after l + 1 layers.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Curriculum = Literal["rotational", "gradual", "all"]
 DropoutSchedule = Literal["constant", "exponential"]
-_CURRICULA, _SCHEDULES = get_args(Curriculum), get_args(DropoutSchedule)
 
 
 def dropout_scale(schedule: DropoutSchedule, step: int, num_steps: int) -> float:
@@ -64,55 +62,3 @@ def exit_weights(scales: list[float], on: Collection[int]) -> dict[int, float]:
     up to 1; those that are 0 are left out, since their loss need not be computed."""
     total = sum(scales[layer] for layer in on)
     return {layer: scales[layer] / total for layer in sorted(on) if scales[layer] > 0}
-
-
-@dataclass(frozen=True)
-class LayerSkipSettings:
-    """The recipe. The defaults are the paper's for continued training of Llama 3 8B, but for the batch size.
-
-    dropout_max       p_max: the last layer's dropout rate, 0 to 1
-    exit_loss_scale   e_scale, 0 to 1: weight of early exits beside the last layer; 0 leaves them out
-    curriculum        which exits learn in a step (`layers_on`); rotation: its R
-    dropout_schedule  "constant" for a trained model; "exponential", rising from 0, for one from scratch
-    batch_size        examples per step, of all processes together
-    lora_rank         None trains all weights; otherwise only LoRA matrices of this rank on the layers'
-                      projections, scaled by lora_alpha / lora_rank
-    Raises ValueError for a value outside its range.
-    """
-
-    dropout_max: float = 0.1
-    exit_loss_scale: float = 0.1
-    curriculum: Curriculum = "rotational"
-    rotation: int = 8
-    dropout_schedule: DropoutSchedule = "constant"
-    batch_size: int = 8
-    lora_rank: int | None = None
-    lora_alpha: int = 16
-
-    def __post_init__(self) -> None:
-        limits: dict[str, tuple[bool, str]] = {
-            "dropout_max": (0 <= self.dropout_max <= 1, "between 0 and 1"),
-            "exit_loss_scale": (0 <= self.exit_loss_scale <= 1, "between 0 and 1"),
-            "curriculum": (self.curriculum in _CURRICULA, f"one of {', '.join(_CURRICULA)}"),
-            "rotation": (self.rotation >= 1, "at least 1"),
-            "dropout_schedule": (self.dropout_schedule in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "lora_rank": (
-                self.lora_rank is None or self.lora_rank >= 1,
-                "at least 1, or None to train all weights",
-            ),
-            "lora_alpha": (self.lora_alpha >= 1, "at least 1"),
-        }
-        for name, (holds, limit) in limits.items():
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
-
-    def dropout_rates(self, num_layers: int, step: int, num_steps: int) -> list[float]:
-        """Each layer's dropout rate in this step."""
-        scale = dropout_scale(self.dropout_schedule, step, num_steps)
-        return dropout_rates(num_layers, self.dropout_max, scale)
-
-    def exit_weights(self, num_layers: int, step: int, num_steps: int) -> dict[int, float]:
-        """layer -> weight of its exit's loss in this step; the last layer is always among them."""
-        on = layers_on(self.curriculum, num_layers, self.rotation, step, num_steps)
-        return exit_weights(exit_loss_scales(num_layers, self.exit_loss_scale), on)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,76 +26,16 @@ from .curriculum import dropout_rates
 from .examples import Example, check_examples, grouped_indices
 from .loop import Metrics, ParameterGroup
 from .losses import hard_label_loss, soft_label_loss
+from .settings import EarlyExitSettings
 from .trunk import Batch, Learning, Trunk, collate, layers_kept, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Target = Literal["labels", "self"]
 # Rows of a micro-batch are padded to a multiple of so many tokens: a CPU's matrix kernels are generated anew
 # for each shape.
 _PAD_TO = 32
 _EVAL_PLACES = 1024  # whose logits are in memory together
-
-
-@dataclass(frozen=True)
-class EarlyExitSettings:
-    """The recipe.
-
-    target            what the last layer learns, see above
-    batch_size        examples per step, of all processes together
-    lora_rank         of the trunk's low-rank matrices, scaled by lora_alpha / lora_rank; None trains all
-                      weights, and leaves `target: self` without an original to compare with
-    exit_loss_scale   weight of the exits' losses, together, in what the trunk learns; the last layer's is 1.
-                      0: exits read a trunk that takes no notice of them
-    exit_weights      layer -> share of its exit in that, 1 where not given
-    trunk_lr_scale    the trunk's learning rate over that of the exits
-    original_share    share of a micro-batch's rows, at least one, on which target `self` compares the last
-                      layer with the original, whose pass costs as much as the model's own; drawn for each
-                      step
-    dropout_max       layer dropout as LayerSkip's: the last layer's rate, 0 = none
-    prompts_learn     whether gradients run back into the trunk through prompts, too, whose keys and values
-                      answers attend to; False: as far as all prompts of a micro-batch reach, they pass
-                      forward only, which takes less time
-    max_pass_tokens   tokens of a micro-batch, padding included; a longer example has one of its own
-    skip_batches      of the seed's order of examples: those that an earlier run has seen, which this goes on
-                      from
-    Raises ValueError for a value outside its range.
-    """
-
-    target: Target = "labels"
-    batch_size: int = 16
-    lora_rank: int | None = 16
-    lora_alpha: int = 32
-    exit_loss_scale: float = 1.0
-    exit_weights: Mapping[int, float] = field(default_factory=dict)
-    trunk_lr_scale: float = 1.0
-    original_share: float = 1.0
-    dropout_max: float = 0.0
-    prompts_learn: bool = True
-    max_pass_tokens: int = 4096
-    skip_batches: int = 0
-
-    def __post_init__(self) -> None:
-        limits: dict[str, tuple[bool, str]] = {
-            "target": (self.target in get_args(Target), f"one of {', '.join(get_args(Target))}"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "lora_rank": (
-                self.lora_rank >= 1 if self.lora_rank is not None else self.target != "self",
-                "at least 1; or None to train all weights, with target 'labels' only",
-            ),
-            "lora_alpha": (self.lora_alpha >= 1, "at least 1"),
-            "exit_loss_scale": (self.exit_loss_scale >= 0, "at least 0"),
-            "exit_weights": (all(weight >= 0 for weight in self.exit_weights.values()), "at least 0 each"),
-            "trunk_lr_scale": (self.trunk_lr_scale > 0, "above 0"),
-            "original_share": (0 < self.original_share <= 1, "above 0 and at most 1"),
-            "dropout_max": (0 <= self.dropout_max < 1, "at least 0 and below 1"),
-            "max_pass_tokens": (self.max_pass_tokens >= 1, "at least 1"),
-            "skip_batches": (self.skip_batches >= 0, "at least 0"),
-        }
-        for name, (holds, limit) in limits.items():
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
 
 
 @dataclass(frozen=True)
@@ -121,15 +61,16 @@ class ExitingModel(Trunk):
         adapters: Sequence[AdapterModule],
         inv_freq: Tensor,
         settings: EarlyExitSettings,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        """inv_freq [head_dim / 2]: of the rotary embedding. Raises TrainingError for a model that is not
-        built as Llama is."""
+        """inv_freq [head_dim / 2]: of the rotary embedding; weights: of the exits' losses beside each other,
+        None: equal. Raises TrainingError for a model that is not built as Llama is."""
         super().__init__(model)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.adapters = nn.ModuleList(adapters)
         self._settings = settings
         self._last = model.config.num_hidden_layers - 1
-        weights = [settings.exit_weights.get(adapter.info.layer, 1.0) for adapter in adapters]
+        weights = [1.0] * len(adapters) if weights is None else weights
         total = sum(weights) or 1.0
         self._into_trunk = [settings.exit_loss_scale * weight / total for weight in weights]
 
@@ -220,12 +161,15 @@ class EarlyExitTask:
         held_out: Sequence[Example],
         settings: EarlyExitSettings,
         *,
+        batch_size: int,
         seed: int = 0,
     ) -> None:
-        """module: taken over, and changed in place; seed: of all that is random. Raises TrainingError for
+        """module: taken over, and changed in place; batch_size: examples per step, of all processes together;
+        seed: of all that is random. Raises TrainingError for
         examples or a model that cannot be trained."""
         self.module = module
         self._examples, self._held_out, self._settings, self._seed = examples, held_out, settings, seed
+        self._batch_size = batch_size
         self._lengths = [len(example.token_ids) for example in examples]
         config = module.model.config
         check_examples(examples, held_out, config.vocab_size)
@@ -248,7 +192,7 @@ class EarlyExitTask:
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[MicroBatch]:
         """See loop.Task: examples of similar length together. Raises TrainingError for more processes than
         examples in a batch."""
-        size, step = self._settings.batch_size, self._settings.skip_batches + step
+        size, step = self._batch_size, self._settings.skip_batches + step
         picked = grouped_indices(self._lengths, size, step, self._seed, rank, num_ranks)
         keep = layers_kept(self._dropout, len(picked), self._seed, step, rank)
         drawn = None

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import TrainingError
-from .curriculum import LayerSkipSettings as LayerSkipSettings
 from .examples import Example, check_examples, step_indices
 from .loop import Metrics, ParameterGroup
 from .losses import hard_label_loss
+from .settings import LayerSkipSettings
 from .trunk import Batch, Trunk, collate, layers_kept, save_checkpoint
 
 if TYPE_CHECKING:
@@ -67,11 +67,13 @@ class LayerSkipTask:
         held_out: Sequence[Example],
         settings: LayerSkipSettings,
         *,
+        batch_size: int,
         num_steps: int,
         seed: int = 0,
         eval_exits: Sequence[int] | None = None,
     ) -> None:
-        """model: taken over, and changed in place. num_steps: of the whole run, which schedules are shares
+        """model: taken over, and changed in place. batch_size: examples per step, of all
+        processes together; num_steps: of the whole run, which schedules are shares
         of; seed: of all that is random.
 
         eval_exits: early exits to evaluate, from 1 to L - 1; None for those at a quarter, half and three
@@ -80,7 +82,7 @@ class LayerSkipTask:
         """
         self.module = ExitLoss(model)
         self._examples, self._held_out, self._settings = examples, held_out, settings
-        self._num_steps, self._seed = num_steps, seed
+        self._batch_size, self._num_steps, self._seed = batch_size, num_steps, seed
         self._num_layers = model.config.num_hidden_layers
         early = range(1, self._num_layers)
         if eval_exits is None:
@@ -108,7 +110,7 @@ class LayerSkipTask:
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Batch:
         """All examples of a step. Raises TrainingError for more processes than examples in a batch."""
         settings = self._settings
-        picked = step_indices(len(self._examples), settings.batch_size, step, self._seed, rank, num_ranks)
+        picked = step_indices(len(self._examples), self._batch_size, step, self._seed, rank, num_ranks)
         rates = settings.dropout_rates(self._num_layers, step, self._num_steps)
         keep = layers_kept(rates, len(picked), self._seed, step, rank)
         weights = settings.exit_weights(self._num_layers, step, self._num_steps)
@@ -129,8 +131,8 @@ class LayerSkipTask:
                                    greedy acceptance
         """
         last, totals, num_tokens = self._num_layers - 1, defaultdict[str, float](float), 0
-        for start in range(0, len(self._held_out), self._settings.batch_size):
-            batch = collate(self._held_out[start : start + self._settings.batch_size], device)
+        for start in range(0, len(self._held_out), self._batch_size):
+            batch = collate(self._held_out[start : start + self._batch_size], device)
             hidden = self.module.hidden_at_places([last, *(exit - 1 for exit in self._eval_exits)], batch)
             num_tokens += len(batch.targets)
             for at in range(0, len(batch.targets), _EVAL_TOKENS):

@@ -1,4 +1,4 @@
-"""The loop that both recipes share: steps, learning rate, evaluation, checkpoints that survive a kill.
+"""The loop that the recipes share: steps, learning rate, evaluation, checkpoints that survive a kill.
 
 Everything random is a function of (seed, step), so a run that is resumed from a checkpoint gives the same
 weights as one that was never interrupted. Devices, processes and mixed precision are accelerate's work.
@@ -7,7 +7,6 @@ weights as one that was never interrupted. Devices, processes and mixed precisio
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import TrainingError
+from .settings import LoopSettings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,44 +33,10 @@ if TYPE_CHECKING:
 CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 LOG = "log.jsonl"
+_BETAS = 0.9, 0.95  # of AdamW
+_ANEW = "output.overwrite=true output.resume=false"
 _RECENT = 25  # steps by which the speed is told while it runs
 Metrics = dict[str, float]
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """Length, learning rate and optimizer of a run. Steps are optimizer steps.
-
-    warmup           share of the steps over which the learning rate rises from 0; it then falls along a
-                     cosine to `final_lr` times its peak
-    max_grad_norm    of each parameter group's gradient
-    eval_every, checkpoint_every   in steps; the last step always does both
-    mixed_precision  "bf16": matrix products in bfloat16, weights and their sums in float32; "no": all in
-                     float32
-    compile          torch.compile of the layers, on first use
-    """
-
-    num_steps: int
-    learning_rate: float
-    warmup: float = 0.03
-    final_lr: float = 0.05
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
-    eval_every: int = 500
-    checkpoint_every: int = 500
-    mixed_precision: str = "no"
-    compile: bool = False
-    seed: int = 0
-
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0."""
-        num_warmup = max(1, round(self.warmup * self.num_steps))
-        if step < num_warmup:
-            return self.learning_rate * (step + 1) / num_warmup
-        done = (step - num_warmup) / max(1, self.num_steps - num_warmup)
-        cosine = 0.5 * (1 + math.cos(math.pi * done))
-        return self.learning_rate * (self.final_lr + (1 - self.final_lr) * cosine)
 
 
 @dataclass(frozen=True)
@@ -151,12 +117,15 @@ def train(
         task.compile_layers()
     folder.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=cpu, mixed_precision=settings.mixed_precision)
+    for stale in folder.glob(f".{CHECKPOINT}.*") if accelerator.is_main_process else ():
+        with suppress(OSError):  # of a process that was killed, and as large as a checkpoint
+            stale.unlink()
     module = accelerator.prepare(task.module)
     groups = task.parameter_groups()
     optimizer = torch.optim.AdamW(
         [{"params": group.parameters} for group in groups],
         lr=settings.learning_rate,
-        betas=settings.betas,
+        betas=_BETAS,
         weight_decay=settings.weight_decay,
     )
     task.module.train()
@@ -229,7 +198,7 @@ def _accumulate(
 
 
 def _diverged(what: str) -> TrainingError:
-    return TrainingError(f"{what}; lower loop.learning_rate, and start anew with output.overwrite=true")
+    return TrainingError(f"{what}; lower loop.learning_rate, and start anew with {_ANEW}")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -242,6 +211,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(draft)
+        with draft.open("rb") as written:  # or a power failure could leave a name without what it names
+            os.fsync(written.fileno())
         os.replace(draft, path)
     except (OSError, SafetensorError) as error:
         kept = "; the previous one is unharmed" if path.exists() else ""
@@ -275,8 +246,8 @@ def _restore(
         return 0
     if not resume:
         raise TrainingError(
-            f"{path} exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or"
-            " choose another output.path"
+            f"{path} exists: set output.resume=true to go on from it, {_ANEW} to start anew, or choose"
+            " another output.path"
         )
     try:
         with safe_open(path, "pt") as file:
@@ -284,7 +255,7 @@ def _restore(
             if about.get("identity") != identity:
                 raise TrainingError(
                     f"{path} belongs to another run (other data, model or settings); set"
-                    " output.overwrite=true to start anew, or choose another output.path"
+                    f" {_ANEW} to start anew, or choose another output.path"
                 )
             step = int(about["step"])
             with torch.no_grad():
@@ -295,10 +266,8 @@ def _restore(
                         for moment in _MOMENTS
                     }
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-    except (SafetensorError, OSError, KeyError) as error:
-        raise TrainingError(
-            f"{path} cannot be read ({error}); set output.overwrite=true to start anew"
-        ) from error
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); set {_ANEW} to start anew") from error
     return step
 
 

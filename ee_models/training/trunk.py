@@ -448,12 +448,16 @@ def replace_folder(folder: Path, kind: str, marker: str, write: Callable[[Path],
     """Calls `write` with an empty folder beside `folder`, then puts it in the place of `folder`. Raises
     TrainingError if that is neither empty nor a `kind`, told by its file `marker`, or cannot be written; then
     it is as it was."""
+    draft, former = (folder.with_name(f".{folder.name}.{which}") for which in ("draft", "former"))
+    if former.exists() and not folder.exists():  # a process was killed between the two renames below
+        os.replace(former, folder)
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / marker).is_file():
         raise TrainingError(f"{folder} exists and is no {kind}; choose another folder, or remove it")
-    draft, former = (folder.with_name(f".{folder.name}.{kind}.{os.getpid()}") for kind in ("draft", "former"))
+    for leftover in (draft, former):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
-        draft.mkdir(parents=True, exist_ok=True)
+        draft.mkdir(parents=True)
         write(draft)
         if folder.exists():
             os.replace(folder, former)

@@ -29,5 +29,5 @@ def _fetch(options: argparse.Namespace) -> int:
     try:
         print(fetch(options.name, force=options.force))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("Nothing of it is kept; the same command starts again") from None
+        raise KeyboardInterrupt("Nothing half-done is kept; the same command goes on") from None
     return OK

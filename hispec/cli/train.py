@@ -15,10 +15,11 @@ def add(commands: Any) -> None:
     train = add_command(
         commands, "train", _train, "train exits", description, config="CONFIG.yaml", has_bar=True
     )
-    train.add_argument(
+    only = train.add_mutually_exclusive_group()
+    only.add_argument(
         "--only-data", action="store_true", help="write prompts and answers, and stop before training"
     )
-    train.add_argument(
+    only.add_argument(
         "--only-export",
         action="store_true",
         help="write what the last checkpoint of an interrupted run holds, without training on",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ee_models.checkpoint.exit_files import fingerprint
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
@@ -78,7 +77,7 @@ class Pretrained:
             str(each).removeprefix("torch.") for each in (self.decoder.weights_dtype, self.decoder.kv_dtype)
         )
         return {
-            "model": fingerprint(self.checkpoint),
+            "model": self.checkpoint.fingerprint,
             "weights and KV": " and ".join(held),
             **self.trained_exits.fingerprints(speculative),
             **self.ngram_tables.fingerprints(speculative),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict
@@ -162,9 +161,9 @@ def time_engines(
                     for number in numbers:
                         if name == "transformers":
                             assert baseline is not None
-                            _time(runs[name], number, prompts, baseline.generate)
+                            runs[name].time(number, prompts, baseline.generate)
                         else:
-                            _time(runs[name], number, prompts, decode, lambda: llm.stats()["round_s"])
+                            runs[name].time(number, prompts, decode, lambda: llm.stats()["round_s"])
                     if name != "transformers":
                         runs[name].stats = add_counts(runs[name].stats, llm.stats())
                     bar.update()
@@ -195,24 +194,6 @@ def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeCo
     keeps_outputs = any(map(_keeps_outputs, plans.values()))
     keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
     return _is_timed_apart(options) and not keeps_outputs and keeps_graphs
-
-
-def _time(
-    runs: Runs,
-    number: int,
-    prompts: list[TokenIds],
-    run: Callable[[list[TokenIds]], list[TokenIds]],
-    decode_clock: Callable[[], float] | None = None,
-) -> None:
-    """Times group `number` in the latest run. `decode_clock`: seconds that rounds have taken so far."""
-    group = runs.groups[number]
-    decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
-    results = run([prompts[prompt] for prompt in group.prompts])
-    runs.seconds[-1][number] = time.perf_counter() - started
-    if decode_clock is not None:
-        runs.decode_seconds[-1][number] = decode_clock() - decoded
-    for prompt, result in zip(group.prompts, results, strict=True):
-        runs.outputs[-1][prompt] = result
 
 
 def _result(

@@ -1,9 +1,10 @@
-"""The timed runs of a benchmark, and what is derived from them: speeds, ratios, intervals, equal outputs."""
+"""Timed runs of engines and plans, and what is derived from them: speeds, ratios, intervals, same outputs."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,13 @@ class Group:
 
 @dataclass
 class Runs:
-    """The timed runs of one engine over groups of prompts.
+    """The timed runs of one engine, or plan, over groups of prompts.
 
-    seconds, decode_seconds   by run and group; those of rounds alone (without prompts)
+    seconds, decode_seconds   by run and group; those of rounds alone (without prompts), where they are asked
+                              for
     outputs                   token ids by run and prompt
-    stats                     counts of all runs
+    stats                     what the engine counted: `hispec bench` of all runs, `hispec profile` of the
+                              last
     """
 
     groups: Sequence[Group]
@@ -39,6 +42,24 @@ class Runs:
         self.seconds.append([0.0] * len(self.groups))
         self.decode_seconds.append([0.0] * len(self.groups))
         self.outputs.append([[] for group in self.groups for _ in group.prompts])
+
+    def time(
+        self,
+        number: int,
+        prompts: Sequence[TokenIds],
+        run: Callable[[list[TokenIds]], list[TokenIds]],
+        decode_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Times group `number` of the prompts in the latest run. decode_clock: seconds that rounds have taken
+        so far."""
+        group = self.groups[number]
+        decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
+        results = run([prompts[prompt] for prompt in group.prompts])
+        self.seconds[-1][number] = time.perf_counter() - started
+        if decode_clock is not None:
+            self.decode_seconds[-1][number] = decode_clock() - decoded
+        for prompt, result in zip(group.prompts, results, strict=True):
+            self.outputs[-1][prompt] = result
 
     def median_tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> float:
         return statistics.median(self.tokens_per_s(task, decode=decode))

@@ -257,7 +257,9 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
                     f"{where}: {'.'.join(parts[:depth])} is {shown(inner)}, which has no settings inside"
                 )
             place = inner
-        names_a_file = parts[-1] in ("path", "guess_path", "upload") or tuple(parts) in _PLAN_PATHS
+        names_a_file = (
+            parts[-1] in ("path", "guess_path", "init_path", "upload", "work") or tuple(parts) in _PLAN_PATHS
+        )
         place[parts[-1]] = _parse_name(text, where) if names_a_file else _parse(text, where)
 
 

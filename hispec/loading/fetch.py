@@ -98,9 +98,9 @@ def _is_whole(final: Path, model: KnownModel) -> bool:
         return False
     try:
         open_checkpoint(final)
-    except CheckpointError:
+        return all(file.stat().st_size > 0 for file in final.iterdir())
+    except (CheckpointError, OSError):
         return False
-    return True
 
 
 def wheel_of(name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ee_models.checkpoint.exit_files import INFO, ExitsError, ExitsFile, fingerprint
+from ee_models.checkpoint.exit_files import INFO, ExitsError, ExitsFile
 from ee_models.checkpoint.loader import Checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, load_exits
@@ -108,7 +108,7 @@ class TrainedExits:
 def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
     """The exits that come with HiSpec for this model, told by its weights. Raises ExitsError if there are
     none."""
-    print_of_model = fingerprint(checkpoint)
+    print_of_model = checkpoint.fingerprint
     names = []
     for file in shipped_files():
         if file.about.base_model.fingerprint == print_of_model:

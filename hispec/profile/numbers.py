@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ee_models.training.examples import Example
 
 from ..errors import ConfigError, RequestError
 from ..jobs.bench_inputs import TokenIds, generate, good_rows, warm_up
-from ..jobs.bench_runs import Group, Runs, make_groups, num_matches
+from ..jobs.bench_runs import Runs, make_groups, num_matches
 from ..jobs.confidence_interval import Paired, mean_of, mean_ratio, noise_of_repeats, ratio_interval
 from ..jobs.rows import Row, count_rows
 from ..jobs.schema import Job
@@ -183,10 +183,10 @@ def _compare(
         for repeat in range(options.repeats):
             for _, runs in turns:
                 runs.begin_run()
-            for at, group in enumerate(groups):
+            for at in range(len(groups)):
                 # Neither always finds in the caches what it has left there itself.
                 for each, runs in reversed(turns) if (repeat + at) % 2 else turns:
-                    _time(each, runs, at, group, prompts, sampling)
+                    runs.time(at, prompts, partial(generate, each, sampling=sampling))
                 bar.update()
     answers = [
         Example([*prompt, *answer], len(prompt))
@@ -207,16 +207,6 @@ def _compare(
         "tokens": sum(counts),
         "equal_outputs": num_matches(run, reference),
     }, reference.median_tokens_per_s()
-
-
-def _time(
-    llm: LLM, runs: Runs, at: int, group: Group, prompts: Sequence[TokenIds], sampling: SamplingParams
-) -> None:
-    started = time.perf_counter()
-    outputs = generate(llm, [prompts[number] for number in group.prompts], sampling)
-    runs.seconds[-1][at] = time.perf_counter() - started
-    for place, output in zip(group.prompts, outputs, strict=True):
-        runs.outputs[-1][place] = output
 
 
 def _ratio(run: Runs, reference: Runs) -> tuple[float, list[float] | None]:

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..jobs.bench_runs import Runs, num_matches
 from ..jobs.confidence_interval import noise_of_repeats
 from ..jobs.rates import plan_text
 from .candidates import Candidates
 from .plans import kind_of, short_text
 from .predict import Prediction
 from .recording import Recording, Said
-from .timed_runs import PlanRuns
 
 
 def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> 
 
 
 def measured_plans(
-    chosen: Sequence[Prediction], runs: Sequence[PlanRuns], num_layers: int
+    chosen: Sequence[Prediction], runs: Sequence[Runs], num_layers: int
 ) -> list[dict[str, Any]]:
     """What was predicted of each plan that was run, and what came out; the first is plain decoding."""
-    plain, noise = runs[0], noise_of_repeats([run.tokens_per_s_runs for run in runs])
+    plain, noise = runs[0], noise_of_repeats([run.tokens_per_s() for run in runs])
     return [
         _measured(prediction, run, plain, noise, num_layers)
         for prediction, run in zip(chosen, runs, strict=True)
@@ -74,7 +74,7 @@ def measured_plans(
 
 
 def _measured(
-    prediction: Prediction, run: PlanRuns, plain: PlanRuns, noise: float | None, num_layers: int
+    prediction: Prediction, run: Runs, plain: Runs, noise: float | None, num_layers: int
 ) -> dict[str, Any]:
     """An entry of `measured`.
 
@@ -82,26 +82,36 @@ def _measured(
                      other prompts would give is not in it; None for plain decoding, or a single repeat
     difference       of measured and predicted figures, as a share of the prediction
     """
-    per_task, plain_per_task = run.tokens_per_s_of_tasks, plain.tokens_per_s_of_tasks
-    ratios = {task: speed / plain_per_task[task] for task, speed in per_task.items()}
-    ratio = run.tokens_per_s / plain.tokens_per_s
-    counted = {"tokens_per_round": run.tokens_per_round, "tokens_per_full_pass": run.tokens_per_full_pass}
+    plan, stats = prediction.plan, run.stats
+    ratios = {group.task: _speed(run, group.task) / _speed(plain, group.task) for group in run.groups}
+    ratio = _speed(run) / _speed(plain)
+    # Tokens beyond an output's end, those of prompts, and a draft model's layers are left out.
+    passes = (stats["layer_passes"] - stats["prefill_layer_passes"]) / stats["num_layers"]
+    counted = {
+        "tokens_per_round": stats["tokens"] / stats["rounds"],
+        "tokens_per_full_pass": stats["tokens"] / passes,
+    }
     return {
-        "kind": "plain" if run.speculative is None else kind_of(run.speculative),
-        "plan": short_text(run.speculative),
-        "plan_text": plan_text(run.speculative, num_layers),
-        "speculative": run.speculative.model_dump() if run.speculative else None,
-        "tokens_per_s": run.tokens_per_s,
-        "tokens_per_s_runs": run.tokens_per_s_runs,
-        "seconds_runs": [sum(seconds.values()) for seconds in run.seconds],
+        "kind": "plain" if plan is None else kind_of(plan),
+        "plan": short_text(plan),
+        "plan_text": plan_text(plan, num_layers),
+        "speculative": plan.model_dump() if plan else None,
+        "tokens_per_s": _speed(run),
+        "tokens_per_s_runs": run.tokens_per_s(),
+        "seconds_runs": [sum(seconds) for seconds in run.seconds],
         **counted,
         "ratio_to_plain": ratio,
         "ratio_interval": None if run is plain or noise is None else [ratio / noise, ratio * noise],
         "ratio_by_task": {**ratios, "mean": statistics.fmean(ratios.values())} if len(ratios) > 1 else {},
-        "exact_match": [run.num_identical(plain.outputs[0]), len(plain.outputs[0])],
+        "exact_match": num_matches(run, plain),
         "predicted": prediction.as_dict(),
         "difference": {name: value / getattr(prediction, name) - 1.0 for name, value in counted.items()},
     }
+
+
+def _speed(run: Runs, task: str | None = None) -> float:
+    """Tokens per second, the geometric mean of the runs, as their noise is measured (`noise_of_repeats`)."""
+    return statistics.geometric_mean(run.tokens_per_s(task))
 
 
 def choose(measured: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:

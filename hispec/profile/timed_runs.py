@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ..config import SpeculativeConfig
 from ..engine import Engine
 from ..errors import ConfigError, RequestError
 from ..jobs.bench_inputs import TokenIds, generate, of_prompt, token_ids_of, warm_up
+from ..jobs.bench_runs import Group, Runs
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..utils.console import make_bar
@@ -31,65 +32,6 @@ class Step:
     seconds: float
     prefill_tokens: int
     rows: int
-
-
-@dataclass
-class PlanRuns:
-    """Timed runs of one plan over all prompts, one task after the other, and what the engine counted in the
-    last of them.
-
-    tasks     {task: numbers of its prompts}
-    seconds   of each run: {task: seconds}; outputs: of each run, of each prompt
-    """
-
-    speculative: SpeculativeConfig | None
-    tasks: dict[str, list[int]]
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    outputs: list[list[TokenIds]] = field(default_factory=list)
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s_runs(self) -> list[float]:
-        return [
-            sum(map(len, outputs)) / sum(seconds.values())
-            for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
-        ]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The geometric mean of the runs, as their noise is measured (`noise_of_repeats`)."""
-        return statistics.geometric_mean(self.tokens_per_s_runs)
-
-    @property
-    def tokens_per_s_of_tasks(self) -> dict[str, float]:
-        """{task: tokens per second}, geometric means of the runs."""
-        return {
-            task: statistics.geometric_mean(
-                sum(len(outputs[number]) for number in numbers) / seconds[task]
-                for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
-            )
-            for task, numbers in self.tasks.items()
-        }
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Tokens that a row's round added to its output; those beyond the output's end are left out."""
-        return self.stats["tokens"] / self.stats["rounds"]
-
-    @property
-    def tokens_per_full_pass(self) -> float:
-        """Tokens per as many layers as the model has; without those of prompts, and of a draft model."""
-        return (
-            self.stats["tokens"]
-            * self.stats["num_layers"]
-            / (self.stats["layer_passes"] - self.stats["prefill_layer_passes"])
-        )
-
-    def num_identical(self, reference: Sequence[TokenIds]) -> int:
-        """Prompts whose output is the reference's in every run."""
-        return sum(
-            all(outputs[at] == reference[at] for outputs in self.outputs) for at in range(len(reference))
-        )
 
 
 def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
@@ -159,47 +101,29 @@ def time_plans(
     batch_size: int,
     progress: bool,
     between: Callable[[], None] = lambda: None,
-) -> list[PlanRuns]:
-    """Runs every plan `repeats` times over all prompts, in turns, each time in another order, so that none
-    always finds what the same one has left; `between` is called before each task of a run."""
+) -> list[Runs]:
+    """Runs every plan `repeats` times over all prompts, those of each task together, in turns, each time in
+    another order, so that none always finds what the same one has left; `between` is called before each task
+    of a run."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
-    runs = [PlanRuns(speculative, by_task) for speculative in plans]
-    order, shuffled = list(runs), random.Random(0)
+    groups = [Group(task, numbers) for task, numbers in by_task.items()]
+    runs = [Runs(groups) for _ in plans]
+    order, shuffled = list(zip(plans, runs, strict=True)), random.Random(0)
     with make_bar(repeats * len(runs), "plans", "run", progress) as bar:
         for _ in range(repeats):
             shuffled.shuffle(order)
-            for run in order:
-                llm.set_speculative(run.speculative)
-                warm_up(
-                    llm, prompts[:batch_size], sampling
-                )  # every time: KV memory of a plan with other exits is new
-                llm.set_speculative(run.speculative)  # again, for a drafter that has not seen anything
+            for plan, run in order:
+                llm.set_speculative(plan)
+                # Every time: KV memory of a plan with other exits is new.
+                warm_up(llm, prompts[:batch_size], sampling)
+                llm.set_speculative(plan)  # again, for a drafter that has not seen anything
                 llm.reset_stats()
-                _time(llm, run, prompts, sampling, between)
+                run.begin_run()
+                for number in range(len(groups)):
+                    between()
+                    run.time(number, prompts, partial(generate, llm, sampling=sampling))
+                run.stats = llm.stats()
                 bar.update()
     return runs
-
-
-def _time(
-    llm: LLM,
-    run: PlanRuns,
-    prompts: Sequence[TokenIds],
-    sampling: SamplingParams,
-    between: Callable[[], None],
-) -> None:
-    """Adds one run: the prompts of each task together."""
-    seconds: dict[str, float] = {}
-    outputs: list[TokenIds] = [[]] * len(prompts)
-    for task, numbers in run.tasks.items():
-        taken = [prompts[number] for number in numbers]
-        between()
-        started = time.perf_counter()
-        results = generate(llm, taken, sampling)
-        seconds[task] = time.perf_counter() - started
-        for number, result in zip(numbers, results, strict=True):
-            outputs[number] = result
-    run.seconds.append(seconds)
-    run.outputs.append(outputs)
-    run.stats = llm.stats()

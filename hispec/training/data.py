@@ -19,7 +19,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ee_models.checkpoint.exit_files import fingerprint
 from ee_models.checkpoint.loader import Checkpoint
 from ee_models.training.examples import Example
 from ee_models.training.loop import write_atomically
@@ -27,10 +26,11 @@ from ee_models.training.loop import write_atomically
 from ..config import EngineConfig
 from ..errors import ConfigError, RequestError, build, shown
 from ..jobs.inputs import Record
-from ..jobs.manifest import AnotherJobsOutput, read_manifest
+from ..jobs.manifest import AnotherJobsOutput, load_manifest
 from ..jobs.rows import Message, identify
 from ..jobs.runner import run_job
 from ..jobs.schema import InputConfig, Job, OutputConfig
+from ..prompts import encode_prompt
 from ..sampling_params import SamplingParams
 from .schema import PromptSource, TrainConfig
 
@@ -108,7 +108,7 @@ def make_examples(
     bad = BadRows(config.data.on_bad_row == "stop")
     # Files first: one that is missing is found before minutes of writing.
     read = [each for source in config.data.prompts if source.path for each in _read_file(source, bad)]
-    prompts = [*_written(config, work, tokenizer, progress, only_reads), *read]
+    prompts = [*_written(config, work, tokenizer, bad, progress, only_reads), *read]
     random.Random(config.seed).shuffle(prompts)
     asked = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt) and prompt.is_asked]
     answered = _answers(config, work, asked, progress, only_reads)
@@ -154,7 +154,7 @@ def _examples(
             return
         response = row["outputs"][0]["token_ids"]
     try:
-        token_ids = _encode(tokenizer, messages)
+        _, token_ids = encode_prompt(tokenizer, messages, chat=True)
     except RequestError as error:
         bad.add(prompt.where, str(error))
         return
@@ -187,6 +187,7 @@ def _written(
     config: TrainConfig,
     work: Path,
     tokenizer: PreTrainedTokenizerBase,
+    bad: BadRows,
     progress: bool,
     only_reads: bool = False,
 ) -> Iterator[Prompt]:
@@ -195,12 +196,7 @@ def _written(
     sources = [source for source in config.data.prompts if source.opening is not None]
     if not sources:
         return
-    rendered = str(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    )
-    before = rendered[: rendered.index(_MARK)]
+    before = _before_user(tokenizer)
     rows: list[dict[str, Any]] = []
     for source in sources:
         assert source.opening is not None and source.count is not None
@@ -214,14 +210,33 @@ def _written(
     files = work / "written.in.jsonl", work / "written.jsonl"
     seen = set()
     for row in _generate(config, *files, rows, params, "writing prompts", progress, only_reads):
-        if row["error"] is None:
-            opening, text = row["metadata"]["opening"], row["outputs"][0]["text"].rstrip()
-            # After an opening that ends with a space or line, the text's own would be a second one.
-            prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
-            if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
-                seen.add(prompt)
-                where = f"written prompt {row['id'] + 1} ({shown(prompt)})"
-                yield Prompt([{"role": "user", "content": prompt}], f"opening {shown(opening)}", where)
+        opening, where = row["metadata"]["opening"], f"written prompt {row['id'] + 1}"
+        if row["error"] is not None:
+            bad.add(f"{where} (opening {shown(opening)})", row["error"]["message"])
+            continue
+        text = row["outputs"][0]["text"].rstrip()
+        # After an opening that ends with a space or line, the text's own would be a second one.
+        prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
+        if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
+            seen.add(prompt)
+            conversation = [{"role": "user", "content": prompt}]
+            yield Prompt(conversation, f"opening {shown(opening)}", f"{where} ({shown(prompt)})")
+
+
+def _before_user(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat template puts before the user's text. Raises ConfigError if it cannot be told."""
+    why = "does not repeat the user's text as it is"
+    try:
+        text, _ = encode_prompt(tokenizer, [{"role": "user", "content": _MARK}], chat=True)
+        before, mark, _ = (text or "").partition(_MARK)
+        if mark:
+            return before
+    except RequestError as error:
+        why = f"refuses a conversation that begins with the user ({error})"
+    raise ConfigError(
+        f"data.prompts: the model cannot write prompts of an `opening`: its chat template {why}; give files"
+        " of prompts"
+    )
 
 
 def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
@@ -323,6 +338,11 @@ def _read_outputs(path: Path) -> dict[int, dict[str, Any]]:
             ) from None
         if not isinstance(tokens, list):
             raise ConfigError(f"{where} has no token_ids; run the job with output.token_ids: true")
+        if wrong := [token for token in tokens if type(token) is not int or token < 0]:
+            raise ConfigError(
+                f"{where} has {shown(wrong[0])} among its token_ids, which must be whole numbers from 0 on;"
+                " run the job again"
+            )
     return rows
 
 
@@ -345,16 +365,35 @@ def _answers(
     return _generate(config, *files, rows, params, "answers", progress, only_reads)
 
 
-def check_model_of_answers(work: Path, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError if what was written in the folder `work` is another model's, though of that name."""
+def check_model_of_answers(config: TrainConfig, work: Path, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if what was written in the folder `work` is another model's, though of that name; or
+    if `outputs` are, where the recipe learns the model's own answers."""
     for target in (work / "written.jsonl", work / "answers.jsonl"):
-        manifest = read_manifest(target)
-        made_by = None if manifest is None else manifest.settings.get("fingerprint.model")
-        if made_by is not None and made_by != fingerprint(checkpoint):
+        if _is_of_others(target, checkpoint, "choose another output.work, or delete it and its file"):
             raise ConfigError(
                 f"{target} was written by other weights than those of {checkpoint.path} today; choose another"
                 " output.work, or delete the file"
             )
+    learns_own = config.recipe in ("adapters", "ngrams") or (config.ee and config.ee.target == "self")
+    for outputs in {source.outputs for source in config.data.prompts if source.outputs is not None}:
+        if _is_of_others(outputs, checkpoint, "run the job again, or delete the manifest if you know better"):
+            what = f"data.prompts: outputs {outputs} were written by another model than {config.model}"
+            if learns_own:
+                raise ConfigError(
+                    f"{what}, whose own answers are learnt here; give outputs of it, or leave `outputs` out"
+                )
+            print(f"{what}; they are learnt as they are", file=sys.stderr)
+
+
+def _is_of_others(target: Path, checkpoint: Checkpoint, way_out: str) -> bool:
+    """Whether the manifest of a job's output says that another model wrote it. Raises ConfigError for a
+    manifest that cannot be read."""
+    try:
+        manifest = load_manifest(target)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {way_out}") from None
+    made_by = None if manifest is None else manifest.settings.get("fingerprint.model")
+    return made_by is not None and made_by != checkpoint.fingerprint
 
 
 def _generate(
@@ -399,11 +438,3 @@ def _run_rows(job: Job, source: Path, rows: list[dict[str, Any]], progress: bool
             f"{target} holds what other prompts or settings gave; choose another output.work, or delete the"
             " file"
         ) from error
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is code of the model's author, and raises what it likes
-        raise RequestError(f"the chat template refuses it: {error}") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -18,18 +18,19 @@ from typing import Any
 import torch
 
 from ee_models.checkpoint.ee_package import INFO, EEPackage, holds_package, save_package
-from ee_models.checkpoint.exit_files import BaseModelInfo, ExitsFile, fingerprint, save_exits
+from ee_models.checkpoint.exit_files import BaseModelInfo, ExitsFile, save_exits
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
 from ee_models.checkpoint.ngram_file import save_ngrams
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError, install_command
 from ee_models.exits import head_name
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, check_shape, frequent_tokens
-from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel
+from ee_models.training.early_exit import EarlyExitTask, ExitingModel
 from ee_models.training.examples import Example, check_examples, split
 from ee_models.training.hidden_states import StateStore, num_bytes
-from ee_models.training.layerskip import LayerSkipSettings, LayerSkipTask
-from ee_models.training.loop import LoopSettings, Outcome, Task, train
+from ee_models.training.layerskip import LayerSkipTask
+from ee_models.training.loop import CHECKPOINT, LOG, Outcome, Task, train
+from ee_models.training.settings import LayerSkipSettings, LoopSettings
 from ee_models.training.trunk import load_trainable, replace_folder, save_checkpoint
 
 from ..errors import ConfigError
@@ -37,7 +38,7 @@ from ..loading.trained_exits import TrainedExits
 from ..utils.files import expanded
 from .exits import check_exits, describe_data, describe_recipe, export, make_adapter, shape_of
 from .ngrams import by_size, count_ngrams, evaluate
-from .schema import EarlyExitConfig, LoopConfig, NgramsConfig, TrainConfig
+from .schema import EarlyExitConfig, NgramsConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class Run:
 
     @cached_property
     def trunk(self) -> str:
-        return fingerprint(self.checkpoint)
+        return self.checkpoint.fingerprint
 
     @cached_property
     def split(self) -> tuple[list[Example], list[Example]]:
-        """(training, held out)"""
-        return split(self.examples, self.config.data.held_out)
+        """(training, held out). Raises TrainingError for examples that cannot be trained on."""
+        training, held_out = split(self.examples, self.config.data.held_out)
+        check_examples(training, held_out, self.checkpoint.config.vocab_size)
+        return training, held_out
 
     @property
     def is_cpu(self) -> bool:
@@ -71,16 +74,18 @@ class Run:
         return PartialState(cpu=self.is_cpu).is_main_process
 
     @property
-    def loop(self) -> LoopConfig:
+    def loop(self) -> LoopSettings:
         assert self.config.loop is not None  # as the schema says
         return self.config.loop
 
     def train(self, task: Task, begun: Sequence[str] = ()) -> Outcome:
         """begun: checksums of trained weights that it begins with."""
         config = self.config
+        if config.output.overwrite and not self.only_export:
+            _forget(config.output.path)  # now that nothing is refused any more
         return train(
             task,
-            LoopSettings(**self.loop.model_dump(exclude={"batch_size"}), seed=config.seed),
+            self.loop,
             config.output.path,
             self._identity(begun),
             cpu=self.is_cpu,
@@ -93,14 +98,30 @@ class Run:
         """A digest of all that the trained weights depend on."""
         include = {"recipe", "seed", "adapters", "ee", "layerskip", "loop"}
         settings = self.config.model_dump(mode="json", include=include)
-        for changeable in ("eval_every", "checkpoint_every"):
-            del settings["loop"][changeable]
+        # What no weight depends on; `begun` tells what `init_path` holds.
+        changeable = {"loop": ("eval_every", "checkpoint_every"), "adapters": ("max_states_gb",)}
+        for section, names in (changeable | {"ee": ("init_path",)}).items():
+            for name in names if settings[section] is not None else ():
+                del settings[section][name]
         # max_length: by it trunks are loaded with one attention or another, which round differently.
         known = [settings, self.trunk, self.config.data.held_out, self.config.data.max_length, *begun]
         digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
         for example in self.examples:
             digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())
         return digest.hexdigest()
+
+
+def _forget(folder: Path) -> None:
+    """Removes what an earlier training has reached. Answers and states took hours: they stay, and are used if
+    they fit."""
+    for name in (CHECKPOINT, LOG):
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output.overwrite: cannot remove {folder / name}: {error.strerror}; choose another"
+                " output.path"
+            ) from None
 
 
 def _check_trunk(config: TrainConfig, checkpoint: Checkpoint, lora_rank: int | None) -> None:
@@ -132,7 +153,6 @@ def _train_adapters(run: Run) -> Outcome:
     assert adapters is not None
     training, held_out = run.split
     model = checkpoint.config
-    check_examples(training, held_out, model.vocab_size)
     dtype = torch.float32 if run.loop.mixed_precision == "no" else torch.bfloat16
     needed = num_bytes(run.examples, len(adapters.exits), model.hidden_size)
     if needed > adapters.max_states_gb * 1e9:
@@ -278,17 +298,13 @@ def _train_ee(run: Run) -> Outcome:
     modules = [
         make_adapter(exit_, exit_.init, checkpoint, frequent, config.seed, begun.exits) for exit_ in ee.exits
     ]
-    settings = EarlyExitSettings(
-        **ee.model_dump(exclude={"exits", "init_path"}),
-        batch_size=run.loop.batch_size,
-        exit_weights={exit_.layer: exit_.weight for exit_ in ee.exits},
-    )
     # What LoRA leaves frozen is multiplied in the precision that it is kept in.
     narrow = ee.lora_rank is not None and run.loop.mixed_precision == "bf16"
     trunk = load_trainable(checkpoint.path, torch.bfloat16 if narrow else torch.float32)
     inv_freq = model.rope.inv_freq(model.head_dim)
-    module = ExitingModel(trunk, modules, inv_freq, settings)
-    task = EarlyExitTask(module, training, held_out, settings, seed=config.seed)
+    module = ExitingModel(trunk, modules, inv_freq, ee, [exit_.weight for exit_ in ee.exits])
+    size = run.loop.batch_size
+    task = EarlyExitTask(module, training, held_out, ee, batch_size=size, seed=config.seed)
     if begun.package is not None:
         module.begin_as(begun.package.low_rank())
     outcome = run.train(task, begun.checksums())
@@ -327,7 +343,7 @@ def _save_ee(
             data=describe_data(config, run.split[0]),
             held_out=last,
         )
-        with tempfile.TemporaryDirectory(dir=path) as work:
+        with tempfile.TemporaryDirectory(dir=folder) as work:
             # Exits belong to the merged model, which is told by its weights. In a folder of its own, since a
             # temporary one is private, and a copy of it would be.
             made = Path(work) / "model"
@@ -349,17 +365,14 @@ def _save_ee(
 
 
 def _check_layerskip(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    if config.layerskip is None:
-        raise ConfigError("recipe: layerskip needs `layerskip` with its settings ({} takes the defaults)")
-    _check_trunk(config, checkpoint, config.layerskip.lora_rank)
+    _check_trunk(config, checkpoint, (config.layerskip or LayerSkipSettings()).lora_rank)
 
 
 def _train_layerskip(run: Run) -> Outcome:
-    config = run.config
-    assert config.layerskip is not None
-    settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=run.loop.batch_size)
+    config, settings = run.config, run.config.layerskip or LayerSkipSettings()
     trunk = load_trainable(run.checkpoint.path)
-    task = LayerSkipTask(trunk, *run.split, settings, num_steps=run.loop.num_steps, seed=config.seed)
+    size, num_steps = run.loop.batch_size, run.loop.num_steps
+    task = LayerSkipTask(trunk, *run.split, settings, batch_size=size, num_steps=num_steps, seed=config.seed)
     outcome = run.train(task)
     if run.is_main:
         tokenizer = load_tokenizer(run.checkpoint)
@@ -377,7 +390,6 @@ def _check_ngrams(config: TrainConfig, checkpoint: Checkpoint) -> None:
 def _count_ngrams(run: Run) -> Outcome:
     config, settings, started = run.config, run.config.ngrams or NgramsConfig(), time.monotonic()
     training, held_out = run.split
-    check_examples(training, held_out, run.checkpoint.config.vocab_size)
     guesses = count_ngrams(training, settings.max_size, settings.least_count)
     if not guesses:
         raise ConfigError(

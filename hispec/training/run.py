@@ -13,7 +13,7 @@ import torch
 from ee_models.checkpoint.loader import load_tokenizer
 from ee_models.errors import install_command
 from ee_models.training.examples import Example
-from ee_models.training.loop import CHECKPOINT, LOG, Outcome
+from ee_models.training.loop import CHECKPOINT, Outcome
 
 from ..errors import ConfigError
 from ..loading.target_model import open_model
@@ -66,8 +66,10 @@ def run_training(
     recipe = RECIPES[config.recipe]
     recipe.check(config, checkpoint)
     folder, work = config.output.path, config.output.work or config.output.path / "work"
-    _prepare(config, work)
-    check_model_of_answers(work, checkpoint)
+    if only_export:
+        _check_checkpoint(config)
+    _prepare(config, work, goes_on=only_export)
+    check_model_of_answers(config, work, checkpoint)
     try:
         examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
     except KeyboardInterrupt:
@@ -75,8 +77,6 @@ def run_training(
             raise
         # What is to be replaced is there still, and would be gone on with.
         raise KeyboardInterrupt(f"What is done is in {work}; the same command goes on from there") from None
-    if config.output.overwrite and not only_data and not only_export:
-        _forget(folder)  # not before its data is there: a path that is wrong costs no training
     num_tokens = sum(len(example.token_ids) for example in examples)
     print(
         f"{len(examples)} examples, {num_tokens} tokens,"
@@ -104,31 +104,36 @@ def _make_examples(
         return make_examples(config, work, tokenizer, progress=progress, only_reads=only_reads)
 
 
-def _forget(folder: Path) -> None:
-    """Removes what an earlier training has reached. Answers and states took hours: they stay, and are used if
-    they fit."""
-    for name in (CHECKPOINT, LOG):
-        try:
-            (folder / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"output.overwrite: cannot remove {folder / name}: {error.strerror}; choose another"
-                " output.path"
-            ) from None
+def _check_checkpoint(config: TrainConfig) -> None:
+    """Raises ConfigError if there is nothing to export, before hours of answers and states."""
+    if config.loop is None:
+        raise ConfigError(f"--only-export: recipe {config.recipe} has no checkpoints; leave it out")
+    if not (path := config.output.path / CHECKPOINT).exists():
+        raise ConfigError(
+            f"--only-export: there is no {path}; one is written every loop.checkpoint_every="
+            f"{config.loop.checkpoint_every} steps. Train on, or name the folder with output.path"
+        )
 
 
-def _prepare(config: TrainConfig, work: Path) -> None:
+def _prepare(config: TrainConfig, work: Path, goes_on: bool) -> None:
     folder = config.output.path
+    may_exist = goes_on or config.output.resume or config.output.overwrite
     try:
-        may_exist = config.output.resume or config.output.overwrite
-        if not may_exist and folder.exists() and any(folder.iterdir()):
+        # Prompts and answers are gone on with in any case.
+        if not may_exist and folder.exists() and any(each != work for each in folder.iterdir()):
             raise ConfigError(
                 f"output.path: {folder} is not empty; set output.resume=true to go on with it,"
                 " output.overwrite=true to start anew, or choose another"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"output.path: cannot write to {folder}: {error.strerror}; choose another"
-        ) from None
+        raise _cannot_write("path", folder, error) from None
+    for name, each in (("path", folder), ("work", work)):
+        try:
+            each.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(name, each, error) from None
+
+
+def _cannot_write(name: str, folder: Path, error: OSError) -> ConfigError:
+    why = "it is a file" if folder.is_file() else error.strerror
+    return ConfigError(f"output.{name}: cannot write to {folder}: {why}; choose another")

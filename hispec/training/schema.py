@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ee_models.checkpoint.exit_shape import ExitShape, check_distinct
 from ee_models.checkpoint.ngram_file import MOST_TOKENS
+from ee_models.training.settings import EarlyExitSettings, LayerSkipSettings, LoopSettings, RecipeSettings
 
 from ..config import EngineConfig, Settings
 from ..jobs.load import load_settings
@@ -76,7 +78,7 @@ class DataConfig(Settings):
 
     prompts: Annotated[list[PromptSource], Field(min_length=1)]
     writing_temperature: Annotated[float, Field(gt=0.0)] = 0.8
-    temperatures: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=1)] = Field(
+    temperatures: Annotated[list[Annotated[float, Field(ge=0.0, le=100.0)]], Field(min_length=1)] = Field(
         default_factory=lambda: [0.0]
     )
     max_tokens: Annotated[int, Field(ge=2)] = 200
@@ -85,36 +87,12 @@ class DataConfig(Settings):
     on_bad_row: Literal["skip", "stop"] = "skip"
 
 
-class ExitTraining(Settings):
-    """An exit to train; the fields are those of exits.json (`ee_models.checkpoint.exit_files.ExitInfo`).
-
-    intermediate_size  of the blocks' gated MLP; "model" = the trunk's own, None = no MLP (Kangaroo)
-    vocabulary_size    the most frequent tokens of the training answers; None = all
-    """
-
-    layer: Annotated[int, Field(ge=1)]
-    num_blocks: Annotated[int, Field(ge=0, le=8)] = 1
-    attention: bool = True
-    intermediate_size: Annotated[int, Field(ge=1)] | Literal["model"] | None = "model"
-    vocabulary_size: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> ExitTraining:
-        if self.num_blocks and not self.attention and self.intermediate_size is None:
-            raise ValueError(
-                "a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves"
-                " blocks out"
-            )
-        return self
+class ExitTraining(ExitShape, RecipeSettings):
+    """An exit to train."""
 
 
 def _check_distinct(config: Any) -> Any:
-    layers = [exit_.layer for exit_ in config.exits]
-    if len(set(layers)) != len(layers):
-        raise ValueError(
-            f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of"
-            " their own"
-        )
+    check_distinct(config.exits)
     return config
 
 
@@ -145,73 +123,18 @@ class JointExitTraining(ExitTraining):
     weight: Annotated[float, Field(ge=0.0)] = 1.0
 
 
-class EarlyExitConfig(Settings):
-    """The recipe `ee`: the model and its exits, trained together.
+class EarlyExitConfig(EarlyExitSettings):
+    """The recipe `ee`.
 
-    target            "labels": the last layer learns the answers; "self": it stays what it was
-    init_path         a folder of trained exits to begin with, or an EE package, with whose low-rank matrices
-                      the trunk then begins, so that training goes on where another ended; None = the exits
-                      that come with HiSpec
-    lora_rank         the trunk learns by low-rank matrices of this rank, scaled by lora_alpha / lora_rank;
-                      None: with all weights
-    exit_loss_scale   weight of all exits together in what the trunk learns; the last layer's is 1
-    trunk_lr_scale    the trunk's learning rate over loop.learning_rate
-    original_share    share of a micro-batch's rows, at least one, on which target `self` compares with the
-                      model as it was; that costs as much as a pass of the model's own
-    dropout_max       layer dropout as with `layerskip`; 0 = none
-    prompts_learn     whether gradients run back into the trunk through prompts, too; false: as far as those
-                      of a pass reach together, they pass forward only, which takes less time
-    max_pass_tokens   tokens that pass through the model at once, padding included
-    skip_batches      of the seed's order of examples: those that the training of `init_path` has seen
+    init_path   a folder of trained exits to begin with, or an EE package, with whose low-rank matrices the
+                trunk then begins, so that training goes on where another ended; None = the exits that come
+                with the model or with HiSpec
     """
 
     exits: Annotated[list[JointExitTraining], Field(min_length=1)]
-    target: Literal["labels", "self"]
     init_path: FilePath | None = None
-    lora_rank: Annotated[int, Field(ge=1)] | None = 16
-    lora_alpha: Annotated[int, Field(ge=1)] = 32
-    exit_loss_scale: Annotated[float, Field(ge=0.0)] = 1.0
-    trunk_lr_scale: Annotated[float, Field(gt=0.0)] = 1.0
-    original_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    prompts_learn: bool = True
-    max_pass_tokens: Annotated[int, Field(ge=1)] = 4096
-    skip_batches: Annotated[int, Field(ge=0)] = 0
 
     _distinct = model_validator(mode="after")(_check_distinct)
-
-    @model_validator(mode="after")
-    def _possible(self) -> EarlyExitConfig:
-        if self.target == "self" and self.lora_rank is None:
-            raise ValueError(
-                "target: self compares with the model as it was, which is the one without LoRA; give"
-                " lora_rank"
-            )
-        if self.target == "labels" and self.original_share < 1:
-            raise ValueError("`original_share` has no effect with target: labels; leave it out")
-        return self
-
-
-class LayerSkipConfig(Settings):
-    """The recipe `layerskip`: layer dropout and early-exit loss [arXiv 2404.16710], which change the model
-    itself.
-
-    dropout_max        p_max, the last layer's rate of being left out
-    dropout_schedule   "constant" for continued training, "exponential" from scratch
-    exit_loss_scale    e_scale
-    curriculum         which layers' losses are on: "rotational", "gradual" or "all"
-    rotation           R: with "rotational", every R-th layer
-    lora_rank          train low-rank adapters of this rank, scaled by lora_alpha / lora_rank and merged at
-                       the end; None = all weights
-    """
-
-    dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
-    dropout_schedule: Literal["constant", "exponential"] = "constant"
-    exit_loss_scale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    curriculum: Literal["rotational", "gradual", "all"] = "rotational"
-    rotation: Annotated[int, Field(ge=1)] = 8
-    lora_rank: Annotated[int, Field(ge=1)] | None = None
-    lora_alpha: Annotated[int, Field(ge=1)] = 16
 
 
 class NgramsConfig(Settings):
@@ -223,28 +146,6 @@ class NgramsConfig(Settings):
 
     max_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 4
     least_count: Annotated[int, Field(ge=1)] = 3
-
-
-class LoopConfig(Settings):
-    """Steps and speed; `num_steps` are optimizer steps over `batch_size` examples (all processes together).
-
-    warmup            share of the steps in which the learning rate rises; afterwards it falls along a cosine
-                      to `final_lr` of its peak
-    mixed_precision   "bf16": matrix products in bfloat16; "no": float32
-    compile           torch.compile of the layers: the first steps take a minute more, the others less time
-    """
-
-    num_steps: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)] = 16
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    warmup: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
-    final_lr: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    eval_every: Annotated[int, Field(ge=1)] = 250
-    checkpoint_every: Annotated[int, Field(ge=1)] = 250
-    mixed_precision: Literal["no", "bf16"] = "no"
-    compile: bool = False
 
 
 class TrainOutput(Destination):
@@ -276,9 +177,9 @@ class TrainConfig(Settings):
     data: DataConfig
     adapters: AdaptersConfig | None = None
     ee: EarlyExitConfig | None = None
-    layerskip: LayerSkipConfig | None = None
+    layerskip: LayerSkipSettings | None = None
     ngrams: NgramsConfig | None = None
-    loop: LoopConfig | None = None
+    loop: LoopSettings | None = None
     output: TrainOutput
 
     @model_validator(mode="after")

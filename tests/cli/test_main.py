@@ -125,7 +125,7 @@ def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(
     error = capsys.readouterr().err
     assert error.count("Interrupted") == 4
     assert "Interrupted. What is done is kept; the same command goes on from there" in error
-    assert "Interrupted. Nothing of it is kept; the same command starts again" in error
+    assert "Interrupted. Nothing half-done is kept; the same command goes on" in error
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

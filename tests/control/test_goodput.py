@@ -313,6 +313,14 @@ def test_exits_written_along_cost_where_they_are_not_read() -> None:
     assert extra[3:] == pytest.approx(0.0)
 
 
+def test_verify_in_place_of_a_check_writes_the_kv_of_the_checks_exit() -> None:
+    routes = (Route("ngram", 0, 15, 2, 1),)
+    known = estimates_of(routes, [Law(0.5, found=0.0)])
+    bare, along = (PlanGrid(routes, cpu_like(), layers) for layers in ((), (15,)))
+    extra = along.milliseconds(along.widths(known), 4, 0.0) - bare.milliseconds(bare.widths(known), 4, 0.0)
+    assert extra == pytest.approx(0.1 + 0.01 * 4)
+
+
 def test_a_stage_that_was_not_measured_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no stage 'check/4-15'"):
         PlanGrid(

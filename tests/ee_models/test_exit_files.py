@@ -26,7 +26,6 @@ from ee_models.checkpoint.exit_files import (
     ExitInfo,
     ExitsError,
     ExitsFile,
-    fingerprint,
     save_exits,
 )
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
@@ -125,7 +124,7 @@ def test_a_written_file_replaces_an_older_one(folder: Path, checkpoint: Checkpoi
         ({"layer": 1, "num_blocks": 9}, "less than or equal to 8"),
         (
             {"layer": 1, "attention": False},
-            "a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out",
+            "a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves blocks out",
         ),
         ({"layer": 1, "intermediate_size": 0}, "intermediate_size"),
         ({"layer": 1, "vocabulary_size": 0}, "vocabulary_size"),
@@ -318,10 +317,10 @@ def test_exits_of_a_fine_tuned_model_are_refused(
 def test_a_fingerprint_is_of_the_weights_and_not_of_how_they_are_stored(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    print_of_model = fingerprint(checkpoint)
+    print_of_model = checkpoint.fingerprint
     shards = open_checkpoint(tiny_checkpoint(tmp_path / "shards", max_shard_size="100KB"))
     narrow = open_checkpoint(tiny_checkpoint(tmp_path / "narrow", dtype=torch.bfloat16))
-    assert print_of_model == fingerprint(shards) == fingerprint(narrow)
+    assert print_of_model == shards.fingerprint == narrow.fingerprint
 
 
 def test_a_float16_copy_of_small_weights_counts_as_another_model(tmp_path: Path) -> None:
@@ -329,9 +328,8 @@ def test_a_float16_copy_of_small_weights_counts_as_another_model(tmp_path: Path)
     model = tiny_model(matrix_std=0.02).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "original")
     model.to(torch.float16).save_pretrained(tmp_path / "half")
-    assert fingerprint(open_checkpoint(tmp_path / "half")) != fingerprint(
-        open_checkpoint(tmp_path / "original")
-    )
+    half, original = (open_checkpoint(tmp_path / name) for name in ("half", "original"))
+    assert half.fingerprint != original.fingerprint
 
 
 # ---- written whole or not at all ----

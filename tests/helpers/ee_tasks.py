@@ -8,8 +8,9 @@ import torch
 
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
-from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel
+from ee_models.training.early_exit import EarlyExitTask, ExitingModel
 from ee_models.training.examples import Example
+from ee_models.training.settings import EarlyExitSettings
 from ee_models.training.trunk import load_trainable
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint
 from tests.helpers.training_adapters import make_modules
@@ -20,9 +21,7 @@ INFOS = [
     ExitInfo(layer=2, intermediate_size=20),
     ExitInfo(layer=4, intermediate_size=None, vocabulary_size=90),
 ]
-SETTINGS = EarlyExitSettings(
-    batch_size=4, lora_rank=3, exit_weights={2: 3.0, 4: 1.0}, exit_loss_scale=0.5, max_pass_tokens=128
-)
+SETTINGS = EarlyExitSettings(target="labels", lora_rank=3, exit_loss_scale=0.5, max_pass_tokens=128)
 
 
 def make_checkpoint(folder: Path) -> Checkpoint:
@@ -47,6 +46,7 @@ def make_task(
     settings: EarlyExitSettings = SETTINGS,
     seed: int = 0,
     prompts: float = 0.0,
+    batch_size: int = 4,
 ) -> EarlyExitTask:
     model = checkpoint.config
     module = ExitingModel(
@@ -54,9 +54,10 @@ def make_task(
         make_modules(checkpoint, INFOS),
         model.rope.inv_freq(model.head_dim),
         settings,
+        weights=[3.0, 1.0],
     )
     examples, held_out = make_examples(13, prompts=prompts), make_examples(5, seed=1, prompts=prompts)
-    return EarlyExitTask(module, examples, held_out, settings, seed=seed)
+    return EarlyExitTask(module, examples, held_out, settings, batch_size=batch_size, seed=seed)
 
 
 def shaken(task: EarlyExitTask) -> EarlyExitTask:

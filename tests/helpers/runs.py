@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from pydantic import BaseModel
 
 from ee_models.decoder import Decoder
 from hispec.engine import Engine
@@ -29,8 +30,11 @@ def repetitive(length: int, seed: int) -> list[int]:
     return (period * length)[:length]
 
 
-def but(params: SamplingParams, **fields: Any) -> SamplingParams:
-    return params.model_copy(update=fields)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def but(settings: Model, **fields: Any) -> Model:
+    return settings.model_copy(update=fields)
 
 
 def one_by_one(decoder: Decoder, **options: Any) -> Engine:

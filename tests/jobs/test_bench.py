@@ -20,6 +20,7 @@ from hispec.config import SpeculativeConfig
 from hispec.errors import ConfigError, build
 from hispec.jobs import bench, hf_baseline
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
+from hispec.jobs.bench_runs import Runs
 from hispec.jobs.confidence_interval import Paired, mean_ratio, noise_of_repeats, ratio_interval
 from hispec.jobs.hf_baseline import TransformersBaseline
 from hispec.jobs.rates import Rates, add_counts, floor_warning, plan_text
@@ -93,8 +94,8 @@ def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
 
 def test_the_engines_take_turns_in_going_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    time_run = bench._time
-    monkeypatch.setattr(bench, "_time", lambda *arguments: (order.append(""), time_run(*arguments))[1])
+    time_run = Runs.time
+    monkeypatch.setattr(Runs, "time", lambda *arguments: (order.append(""), time_run(*arguments))[1])
     set_speculative = FakeLLM.set_speculative
 
     def watched(self: FakeLLM, speculative: SpeculativeConfig | None) -> None:

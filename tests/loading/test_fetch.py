@@ -337,7 +337,7 @@ def test_registry_entries_are_complete() -> None:
         assert len(model.sha256) == 64
 
 
-@pytest.mark.parametrize("lost", ["cut", "gone"])
+@pytest.mark.parametrize("lost", ["cut", "gone", "another file"])
 def test_a_model_that_cannot_be_opened_any_more_is_fetched_again(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
 ) -> None:
@@ -350,7 +350,10 @@ def test_a_model_that_cannot_be_opened_any_more_is_fetched_again(
     monkeypatch.setattr(module, "convert_gguf", convert)
     weights = fetch("tiny", progress=False) / "model.safetensors"
     before = weights.read_bytes()
-    weights.unlink()
+    if lost == "another file":
+        (weights.parent / "tokenizer.json").write_bytes(b"")
+    else:
+        weights.unlink()
     if lost == "cut":
         weights.write_bytes(before[:-100])
     fetch("tiny")

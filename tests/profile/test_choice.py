@@ -10,9 +10,9 @@ import pytest
 
 from hispec.config import SpeculativeConfig
 from hispec.errors import build
+from hispec.jobs.bench_runs import Group, Runs
 from hispec.profile.predict import Prediction
 from hispec.profile.results import choose, measured_plans
-from hispec.profile.timed_runs import PlanRuns
 
 
 def speeds(*runs: float) -> dict[str, Any]:
@@ -70,15 +70,16 @@ def test_a_single_repeat_gives_the_fastest_that_gains_and_says_what_it_lacks() -
 
 
 def test_a_ratio_lies_in_the_middle_of_its_interval_however_the_repeats_vary() -> None:
-    def timed(plan: SpeculativeConfig | None, *runs: float) -> PlanRuns:
+    def timed(*runs: float) -> Runs:
         stats = {"tokens": 40, "rounds": 30, "num_layers": 4, "layer_passes": 130, "prefill_layer_passes": 10}
         outputs = [[list(range(40))] for _ in runs]
-        return PlanRuns(plan, {"all": [0]}, [{"all": 40 / speed} for speed in runs], outputs, stats)
+        seconds = [[40 / speed] for speed in runs]
+        return Runs([Group("all", [0])], seconds, [[0.0] for _ in runs], outputs, stats)
 
     plan = build(SpeculativeConfig, {"draft": {"kind": "ngram"}, "num_draft_tokens": 2})
-    predicted = Prediction(plan, 1.3, 1.3, 1.0, 10.0, 30.0, 1.1)
-    runs = [timed(None, 32.8, 10.4, 11.1), timed(plan, 31.0, 33.5, 36.0)]
-    plain, measured = measured_plans([predicted, predicted], runs, 4)
+    predicted = [Prediction(each, 1.3, 1.3, 1.0, 10.0, 30.0, 1.1) for each in (None, plan)]
+    runs = [timed(32.8, 10.4, 11.1), timed(31.0, 33.5, 36.0)]
+    plain, measured = measured_plans(predicted, runs, 4)
     low, high = measured["ratio_interval"]
     assert measured["ratio_to_plain"] == pytest.approx((low * high) ** 0.5)
     assert measured["ratio_to_plain"] == measured["tokens_per_s"] / plain["tokens_per_s"]

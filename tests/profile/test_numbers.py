@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,15 @@ def test_speeds_are_of_turns_and_of_the_model_that_was_asked(
 ) -> None:
     """The clock is ours: int8 takes half of the time, so that its ratio is 2 however fast this machine is."""
     turns: list[tuple[str, int]] = []
-    time = numbers._time
+    time = Runs.time
 
-    def timed(llm: Any, runs: Runs, at: int, group: Group, *more: Any) -> None:
-        time(llm, runs, at, group, *more)
-        is_small = llm.decoder.make_linear.quantization == "int8"
+    def timed(runs: Runs, at: int, prompts: Any, run: partial[Any]) -> None:
+        time(runs, at, prompts, run)
+        is_small = run.args[0].decoder.make_linear.quantization == "int8"
         turns.append(("int8" if is_small else "float32", at))
         runs.seconds[-1][at] = 0.5 if is_small else 1.0
 
-    monkeypatch.setattr(numbers, "_time", timed)
+    monkeypatch.setattr(Runs, "time", timed)
     options = NumbersOptions(numbers=("float32", "int8"), batch_size=2, max_tokens=12, repeats=2)
     result = compare_numbers(load_job(job), options, progress=False)
     first, small = result["measured"]

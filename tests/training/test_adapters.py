@@ -30,9 +30,11 @@ from ee_models.training.adapters import (
 )
 from ee_models.training.examples import Example
 from ee_models.training.hidden_states import FINAL, trunk_states
-from ee_models.training.loop import LoopSettings, train
+from ee_models.training.loop import train
+from ee_models.training.settings import LoopSettings
 from tests.helpers import training_adapters
 from tests.helpers.adapters import TINY_MLP, make_module
+from tests.helpers.runs import but
 from tests.helpers.scripted import tiny_config
 from tests.helpers.tiny import TINY_VOCAB
 from tests.helpers.training_adapters import (
@@ -452,7 +454,7 @@ def test_training_lowers_the_loss_and_raises_agreement(
     (tmp_path / "run").mkdir()
     train(
         task,
-        replace(SETTINGS, num_steps=40, learning_rate=1e-2),
+        but(SETTINGS, num_steps=40, learning_rate=1e-2),
         tmp_path / "run",
         "run",
         cpu=True,

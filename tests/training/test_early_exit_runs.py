@@ -4,7 +4,6 @@ what was trained."""
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from ee_models.checkpoint.loader import Checkpoint
 from ee_models.errors import TrainingError
-from ee_models.training.early_exit import EarlyExitTask, Target
-from ee_models.training.loop import LoopSettings, train
+from ee_models.training.early_exit import EarlyExitTask
+from ee_models.training.loop import train
+from ee_models.training.settings import LoopSettings
 from ee_models.training.trunk import load_trainable
 from tests.helpers.ee_tasks import (
     CPU,
@@ -28,6 +28,7 @@ from tests.helpers.ee_tasks import (
     make_task,
     shaken,
 )
+from tests.helpers.runs import but
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def run_task(
     task: EarlyExitTask, folder: Path, resume: bool = False, compile: bool = False, **changes: Any
 ) -> dict[str, float]:
-    settings = LoopSettings(6, learning_rate=3e-3, eval_every=3, checkpoint_every=2, compile=compile)
+    settings = LoopSettings(
+        num_steps=6, learning_rate=3e-3, eval_every=3, checkpoint_every=2, compile=compile
+    )
     return train(task, settings, folder, "this", cpu=True, resume=resume, progress=False, **changes).metrics
 
 
@@ -55,7 +58,7 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
     prompts_learn: bool,
     compiled: bool,
 ) -> None:
-    settings = replace(SETTINGS, dropout_max=0.3, prompts_learn=prompts_learn)
+    settings = but(SETTINGS, dropout_max=0.3, prompts_learn=prompts_learn)
     make, run = partial(make_task, checkpoint, settings, prompts=0.8), partial(run_task, compile=compiled)
     whole = make()
     parts = [part for step in range(6) for part in whole.micro_batches(step, 0, 1, CPU)]
@@ -87,9 +90,9 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
     [("labels", {}), ("self", {}), ("self", {"prompts_learn": False, "original_share": 0.3})],
 )
 def test_compiled_layers_give_the_same_losses(
-    checkpoint: Checkpoint, tmp_path: Path, target: Target, changes: dict[str, Any]
+    checkpoint: Checkpoint, tmp_path: Path, target: str, changes: dict[str, Any]
 ) -> None:
-    settings, figures = replace(SETTINGS, target=target, max_pass_tokens=256, **changes), []
+    settings, figures = but(SETTINGS, target=target, max_pass_tokens=256, **changes), []
     for compiled in (False, True):
         task = make_task(checkpoint, settings, prompts=0.8)
         assert (changes == {}) == all(

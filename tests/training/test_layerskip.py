@@ -20,15 +20,17 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.errors import CheckpointError, TrainingError
 from ee_models.training.examples import Example
-from ee_models.training.layerskip import ExitLoss, LayerSkipSettings, LayerSkipTask
-from ee_models.training.loop import LoopSettings, train
+from ee_models.training.layerskip import ExitLoss, LayerSkipTask
+from ee_models.training.loop import train
+from ee_models.training.settings import LayerSkipSettings, LoopSettings
 from ee_models.training.trunk import Batch, _watched, collate, load_trainable, save_checkpoint
+from tests.helpers.runs import but
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 LAYERS = 4
 # All that is random is in use: layers are dropped often, and other exits learn in each step.
-BUSY = LayerSkipSettings(dropout_max=0.5, exit_loss_scale=0.5, rotation=2, batch_size=3)
+BUSY = LayerSkipSettings(dropout_max=0.5, exit_loss_scale=0.5, rotation=2)
 ONLY_LAST = {LAYERS - 1: 1.0}
 
 
@@ -48,7 +50,12 @@ def make_examples(count: int = 8, seed: int = 0) -> list[Example]:
 
 def make_task(settings: LayerSkipSettings = BUSY, family: str = "llama", **fields: Any) -> LayerSkipTask:
     return LayerSkipTask(
-        small_model(family), make_examples(), make_examples(5, seed=1), settings, num_steps=5, **fields
+        small_model(family),
+        make_examples(),
+        make_examples(5, seed=1),
+        settings,
+        num_steps=5,
+        **{"batch_size": 3, **fields},
     )
 
 
@@ -172,20 +179,23 @@ def test_layers_that_return_tuples_are_dropped_alike() -> None:
 
 
 def test_dropout_is_as_frequent_as_its_rate_and_a_function_of_seed_step_and_process() -> None:
-    settings = LayerSkipSettings(dropout_max=0.6, batch_size=1000)
-    task = make_task(settings)
+    settings = LayerSkipSettings(dropout_max=0.6)
+    task = make_task(settings, batch_size=1000)
     keep = task.batch(3, 0, 1, CPU).keep
     assert keep is not None and keep.shape == (LAYERS, 1000)
     rates = settings.dropout_rates(LAYERS, 3, 5)
     assert (1 - keep.float().mean(1)).tolist() == pytest.approx(rates, abs=0.05)
     assert keep[0].all()
-    again = make_task(settings).batch(3, 0, 1, CPU).keep
+    again = make_task(settings, batch_size=1000).batch(3, 0, 1, CPU).keep
     assert again is not None and torch.equal(keep, again)
     state = torch.get_rng_state()
     task.module(task.batch(3, 0, 1, CPU))
     assert torch.equal(torch.get_rng_state(), state), "the global generator was drawn from"
     halves = [task.batch(3, rank, 2, CPU).keep for rank in (0, 1)]
-    others = [task.batch(4, 0, 1, CPU).keep, make_task(settings, seed=1).batch(3, 0, 1, CPU).keep]
+    others = [
+        task.batch(4, 0, 1, CPU).keep,
+        make_task(settings, batch_size=1000, seed=1).batch(3, 0, 1, CPU).keep,
+    ]
     assert halves[0] is not None and halves[1] is not None
     assert not torch.equal(halves[0], halves[1])
     assert all(other is not None and not torch.equal(keep, other) for other in others)
@@ -193,7 +203,7 @@ def test_dropout_is_as_frequent_as_its_rate_and_a_function_of_seed_step_and_proc
 
 def test_rates_of_0_and_1_are_never_and_always() -> None:
     assert make_task(LayerSkipSettings(dropout_max=0.0)).batch(0, 0, 1, CPU).keep is None
-    keep = make_task(LayerSkipSettings(dropout_max=1.0, batch_size=200)).batch(0, 0, 1, CPU).keep
+    keep = make_task(LayerSkipSettings(dropout_max=1.0), batch_size=200).batch(0, 0, 1, CPU).keep
     assert keep is not None and keep[0].all() and not keep[-1].any()
     assert make_task(LayerSkipSettings(dropout_schedule="exponential")).batch(0, 0, 1, CPU).keep is None
 
@@ -201,7 +211,7 @@ def test_rates_of_0_and_1_are_never_and_always() -> None:
 def test_no_dropout_but_that_of_layers_is_drawn() -> None:
     """A config's attention dropout would take its noise from the global generator."""
     model = small_model(attention_dropout=0.5)
-    task = LayerSkipTask(model, make_examples(), [], BUSY, num_steps=5)
+    task = LayerSkipTask(model, make_examples(), [], BUSY, batch_size=3, num_steps=5)
     batch = task.batch(0, 0, 1, CPU)
     assert task.module.training
     assert torch.equal(task.module(batch)[0], task.module(batch)[0])
@@ -231,7 +241,7 @@ def run(task: LayerSkipTask, folder: Path, resume: bool = False) -> dict[str, fl
 def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora_rank: int | None
 ) -> None:
-    settings = replace(BUSY, lora_rank=lora_rank)
+    settings = but(BUSY, lora_rank=lora_rank)
     whole = make_task(settings)
     started = {name: parameter.clone() for name, parameter in whole.module.named_parameters()}
     metrics = run(whole, tmp_path / "whole")
@@ -320,7 +330,7 @@ def exit_logits(folder: Path, tokens: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", ["llama", "smollm2", "qwen2"])
 @pytest.mark.parametrize("lora_rank", [None, 3])
 def test_what_is_saved_decodes_as_it_was_trained(tmp_path: Path, family: str, lora_rank: int | None) -> None:
-    task = make_task(replace(BUSY, lora_rank=lora_rank), family)
+    task = make_task(but(BUSY, lora_rank=lora_rank), family)
     run(task, tmp_path / "run")
     model, example = task.module.model, make_examples()[6]
     model.config.quantization_config = {
@@ -353,7 +363,7 @@ def test_what_is_saved_decodes_as_it_was_trained(tmp_path: Path, family: str, lo
 
 
 def test_lora_starts_as_the_model_itself_and_leaves_norms_embeddings_and_head_alone() -> None:
-    task = make_task(replace(BUSY, lora_rank=2, lora_alpha=8))
+    task = make_task(but(BUSY, lora_rank=2, lora_alpha=8))
     names = [name for name, parameter in task.module.named_parameters() if parameter.requires_grad]
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert sorted(names) == sorted(
@@ -443,7 +453,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
         model: PreTrainedModel | None = None,
         **others: Any,
     ) -> None:
-        LayerSkipTask(model or small_model(), examples, held_out, BUSY, num_steps=5, **others)
+        LayerSkipTask(model or small_model(), examples, held_out, BUSY, batch_size=3, num_steps=5, **others)
 
     good = make_examples()
     with pytest.raises(TrainingError, match="there are no examples to train on"):
@@ -464,7 +474,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 def test_lora_trains_in_float32_beside_frozen_weights_of_any_type() -> None:
     task = LayerSkipTask(
-        small_model().bfloat16(), make_examples(), [], replace(BUSY, lora_rank=2), num_steps=5
+        small_model().bfloat16(), make_examples(), [], but(BUSY, lora_rank=2), batch_size=3, num_steps=5
     )
     assert {parameter.dtype for group in task.parameter_groups() for parameter in group.parameters} == {
         torch.float32
@@ -503,13 +513,13 @@ def test_the_recipe_teaches_exits_at_little_cost_to_the_last_layer(tmp_path: Pat
     """From scratch, beside the same steps with the last layer's loss alone. Its loss, in nats a symbol, may
     be 0.03 above what it is then."""
     recipe = LayerSkipSettings(
-        dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential", batch_size=32
+        dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential"
     )
     exits, num_steps = [1, 2, 3, 4, 5], 350
     found = {}
     for name, settings in (
         ("with", recipe),
-        ("without", replace(recipe, dropout_max=0.0, exit_loss_scale=0.0)),
+        ("without", but(recipe, dropout_max=0.0, exit_loss_scale=0.0)),
     ):
         torch.manual_seed(0)
         sizes = {
@@ -525,10 +535,13 @@ def test_the_recipe_teaches_exits_at_little_cost_to_the_last_layer(tmp_path: Pat
             make_language(2000, 64, 0),
             make_language(100, 64, 1),
             settings,
+            batch_size=32,
             num_steps=num_steps,
             eval_exits=exits,
         )
-        loop = LoopSettings(num_steps, learning_rate=3e-3, eval_every=num_steps, checkpoint_every=num_steps)
+        loop = LoopSettings(
+            num_steps=num_steps, learning_rate=3e-3, eval_every=num_steps, checkpoint_every=num_steps
+        )
         (tmp_path / name).mkdir()
         found[name] = train(task, loop, tmp_path / name, name, cpu=True, resume=False, progress=False).metrics
     with_it, without = found["with"], found["without"]

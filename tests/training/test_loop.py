@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from ee_models.training.examples import Example, split, step_indices
 from ee_models.training.loop import (
     CHECKPOINT,
     LOG,
-    LoopSettings,
     Metrics,
     Outcome,
     ParameterGroup,
     train,
     write_atomically,
 )
+from ee_models.training.settings import LoopSettings
+from tests.helpers.runs import but
 
 CPU = torch.device("cpu")
 SETTINGS = LoopSettings(
@@ -203,16 +204,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingError,
         match=(
-            r"belongs to another run \(other data, model or settings\); set output.overwrite=true to start"
-            r" anew"
+            r"belongs to another run \(other data, model or settings\); set output.overwrite=true"
+            r" output.resume=false to start anew"
         ),
     ):
         run(ToyTask(), tmp_path, identity="another", resume=True)
     with pytest.raises(
         TrainingError,
         match=(
-            r"exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose"
-            r" another"
+            r"exists: set output.resume=true to go on from it, output.overwrite=true output.resume=false to"
+            r" start anew, or choose another"
         ),
     ):
         run(ToyTask(), tmp_path)
@@ -227,7 +228,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
         path.write_bytes(b"" if damage == "empty" else path.read_bytes()[:-10])
     with pytest.raises(
         TrainingError,
-        match=r"checkpoint.safetensors cannot be read .*; set output.overwrite=true to start anew",
+        match=r"checkpoint.safetensors cannot be read .*; set output.overwrite=true output.resume=false to",
     ):
         run(ToyTask("ab"), tmp_path, resume=True)
 
@@ -290,7 +291,7 @@ def test_a_disk_that_is_full_from_the_start_says_so(tmp_path: Path, monkeypatch:
         TrainingError,
         match=r"cannot write .*No space left on device; free some space, or choose another folder",
     ):
-        run(ToyTask(), tmp_path, replace(SETTINGS, eval_every=100))
+        run(ToyTask(), tmp_path, but(SETTINGS, eval_every=100))
     assert files(tmp_path) == []
 
 
@@ -366,7 +367,7 @@ def test_a_gradient_that_is_no_number_never_reaches_a_checkpoint(tmp_path: Path)
 
 def test_one_process_may_train_in_one_precision_after_the_other(tmp_path: Path) -> None:
     run(ToyTask(), tmp_path / "wide")
-    run(ToyTask(), tmp_path / "narrow", replace(SETTINGS, mixed_precision="bf16"))
+    run(ToyTask(), tmp_path / "narrow", but(SETTINGS, mixed_precision="bf16"))
 
 
 # ---- learning rate, groups, order ----
@@ -403,7 +404,7 @@ def test_models_trained_together_get_the_weights_that_each_gets_alone(
     tmp_path: Path, max_grad_norm: float
 ) -> None:
     """With gradients that are clipped, each model's by its own norm, and with gradients that are not."""
-    settings = replace(SETTINGS, max_grad_norm=max_grad_norm)
+    settings = but(SETTINGS, max_grad_norm=max_grad_norm)
     together = ToyTask("ab")
     run(together, tmp_path / "together", settings)
     for name in "ab":

@@ -125,6 +125,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(
     (tmp_path / "file").touch()
     assert train(write_config(tmp_path, model, output={"path": str(tmp_path / "file" / "out")})) == 2
     assert "output.path: cannot write to" in capsys.readouterr().err
+    (tmp_path / "out" / "thesis.tex").unlink()
+    assert train(write_config(tmp_path, model), "--set", f"output.work={tmp_path / 'file'}") == 2
+    assert f"output.work: cannot write to {tmp_path / 'file'}: it is a file" in capsys.readouterr().err
 
 
 def test_a_model_without_a_chat_template_is_refused(

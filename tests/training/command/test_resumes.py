@@ -14,6 +14,7 @@ import hispec.training.recipes as recipes_module
 from ee_models.checkpoint.exit_files import INFO, TENSORS
 from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
 from ee_models.training.adapters import AdaptersTask
+from ee_models.training.loop import CHECKPOINT
 from hispec import LLM
 from hispec.training.data import make_examples
 from hispec.training.schema import load_training
@@ -121,7 +122,7 @@ def test_data_alone_and_then_the_rest(tmp_path: Path, model: Path, trained: Path
     config = write_config(tmp_path, model)
     assert train(config, "--only-data") == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["work"]
-    assert train(config, "--set", "output.resume=true") == 0
+    assert train(config) == 0  # of `work` all is gone on with, and nothing else is there
     assert same(exits_of(tmp_path / "out"), exits_of(trained))
 
 
@@ -164,7 +165,7 @@ def test_other_settings_do_not_go_on_from_a_checkpoint_but_other_intervals_do(
         assert "belongs to another run (other data, model or settings)" in capsys.readouterr().err, change
     assert train(config, *resume, "data.temperatures=[0.5]") == 2
     assert "answers.jsonl holds what other prompts or settings gave" in capsys.readouterr().err
-    assert train(config, *resume, "loop.eval_every=1", "loop.checkpoint_every=1") == 0
+    assert train(config, *resume, "loop.eval_every=1", "adapters.max_states_gb=49") == 0
     assert same(exits_of(tmp_path / "out"), exits_of(trained))
 
 
@@ -179,6 +180,62 @@ def test_answers_of_other_weights_of_the_same_name_are_refused(
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert train(config, "--set", "output.overwrite=true") == 2
     assert "was written by other weights than those of" in capsys.readouterr().err
+
+
+def test_outputs_of_another_model_are_refused_where_its_own_are_learnt(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tiny_checkpoint(tmp_path / "other", num_layers=6, tokenizer=True, seed=7)
+    assert train(write_config(tmp_path / "a", other), "--only-data") == 0
+    work = tmp_path / "a" / "out" / "work"
+    given = {"path": str(work / "prompts.jsonl"), "outputs": str(work / "answers.jsonl")}
+    changes: dict[str, Any] = {"data": {"prompts": [given], "max_length": 100, "held_out": 1}}
+    words = "answers.jsonl were written by another model than"
+    assert train(write_config(tmp_path / "b", model, **changes)) == 2
+    err = capsys.readouterr().err
+    assert words in err and "whose own answers are learnt here; give outputs of it" in err
+    changes |= {"recipe": "layerskip", "adapters": "left out"}  # labels are learnt whoever wrote them
+    config = write_config(tmp_path / "c", model, **changes)
+    assert train(config) == 0 and f"{words} {model}; they are learnt as they are" in capsys.readouterr().err
+    work.joinpath("answers.jsonl.manifest.json").write_text("{")
+    assert train(config, "--set", "output.overwrite=true") == 2
+    assert (
+        "is not a manifest that HiSpec" in (err := capsys.readouterr().err) and "delete the manifest" in err
+    )
+
+
+def test_what_is_refused_costs_no_checkpoint(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, checkpoint = write_config(tmp_path, model), tmp_path / "out" / CHECKPOINT
+    assert train(config) == 0
+    assert train(config, "--set", "output.overwrite=true", "adapters.max_states_gb=1e-6") == 2
+    assert "over adapters.max_states_gb" in capsys.readouterr().err and checkpoint.exists()
+
+
+def test_only_export_asks_for_a_checkpoint_first_and_for_nothing_else(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, model)
+    assert train(config, "--only-export") == 2
+    assert f"--only-export: there is no {tmp_path / 'out' / CHECKPOINT}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert train(config) == 0
+    exits = exits_of(tmp_path / "out")
+    (tmp_path / "out" / TENSORS).unlink()
+    assert train(config, "--only-export") == 0 and same(exits_of(tmp_path / "out"), exits)
+    counted = write_config(tmp_path, model, recipe="ngrams", adapters="left out", loop="left out")
+    assert train(counted, "--only-export") == 2
+    assert "--only-export: recipe ngrams has no checkpoints" in capsys.readouterr().err
+
+
+def test_half_a_checkpoint_of_a_killed_process_is_removed(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model)
+    (tmp_path / "out" / "work").mkdir(parents=True)
+    assert train(config, "--only-data") == 0
+    stale = tmp_path / "out" / f".{CHECKPOINT}.1"
+    stale.touch()
+    assert train(config, "--set", "output.resume=true") == 0 and not stale.exists()
 
 
 def test_another_number_of_held_out_examples_is_another_run(

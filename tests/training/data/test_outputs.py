@@ -19,7 +19,7 @@ from tests.helpers.training_data import (
 )
 
 
-def output(index: int, *token_ids: int) -> dict[str, Any]:
+def output(index: int, *token_ids: Any) -> dict[str, Any]:
     return {"index": index, "error": None, "outputs": [{"text": "", "token_ids": list(token_ids)}]}
 
 
@@ -89,6 +89,9 @@ def test_outputs_of_other_rows_end_the_run(
         ([{"index": 0, "error": "x", "outputs": []}], "go on with the job if it was interrupted"),
         ([{"index": 0, "error": None, "outputs": [{"token_ids": None}]}], "line 1, has no token_ids"),
         ([{"index": 0, "error": None, "outputs": [{"text": "x"}]}], "line 1, has no token_ids; run the job"),
+        ([output(0, 5, "6")], "line 1, has '6' among its token_ids, which must be whole numbers from 0 on"),
+        ([output(0, 5, True)], "line 1, has True among its token_ids"),
+        ([output(0, -5, 6)], "line 1, has -5 among its token_ids"),
         (None, "data.prompts: cannot read .*nowhere.jsonl: No such file.*; mend the path"),
     ],
 )

@@ -11,7 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 import hispec.training.data as data_module
+from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
 from hispec import LLM, ConfigError, SamplingParams
+from hispec.training.data import BadRows
 from tests.helpers.training_data import (
     GOOD,
     MAX_LENGTH,
@@ -109,9 +111,10 @@ def test_an_opening_stands_as_given_and_what_follows_is_joined_by_one_space(
 ) -> None:
     written_as([text], monkeypatch)
     config = make_config(model, tmp_path, [{"opening": opening, "count": 1}])
-    assert [written.messages for written in data_module._written(config, tmp_path, tokenizer, False)] == [
-        [{"role": "user", "content": prompt}]
-    ]
+    assert [
+        written.messages
+        for written in data_module._written(config, tmp_path, tokenizer, BadRows(stop=False), False)
+    ] == [[{"role": "user", "content": prompt}]]
 
 
 def test_what_is_short_or_repeated_is_no_prompt(
@@ -120,9 +123,39 @@ def test_what_is_short_or_repeated_is_no_prompt(
     written_as([" about the sea", " about the sea", " it", " about the sky"], monkeypatch)
     config = make_config(model, tmp_path, [{"opening": "Tell me ", "count": 4}])
     found = [
-        written.messages[0]["content"] for written in data_module._written(config, tmp_path, tokenizer, False)
+        written.messages[0]["content"]
+        for written in data_module._written(config, tmp_path, tokenizer, BadRows(stop=False), False)
     ]
     assert found == ["Tell me about the sea", "Tell me about the sky"]
+
+
+def test_a_prompt_that_could_not_be_written_is_named(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its opening is longer than the model may read."""
+    sources = [{"opening": MAX_LENGTH * "a", "count": 2}, *OPENINGS]
+    assert examples_of(make_config(model, tmp_path, sources), tmp_path, tokenizer)
+    err = capsys.readouterr().err
+    assert "2 rows left out:" in err and "written prompt 1 (opening 'aaa" in err and "written prompt 2" in err
+    with pytest.raises(ConfigError, match=r"written prompt 1 .*set data.on_bad_row=skip"):
+        examples_of(make_config(model, tmp_path, sources, on_bad_row="stop"), tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('begin with the system') }}", "refuses a conversation .*begin with the system"),
+        ("{{ messages[0]['content'] | length }}", "does not repeat the user's text as it is"),
+    ],
+)
+def test_templates_that_do_not_show_where_the_user_begins_are_refused_for_openings(
+    tmp_path: Path, model: Path, template: str, why: str
+) -> None:
+    tokenizer = load_tokenizer(open_checkpoint(model))
+    assert tokenizer is not None
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=f"its chat template {why}.*give files of prompts"):
+        examples_of(make_config(model, tmp_path, OPENINGS), tmp_path, tokenizer)
 
 
 def test_a_second_run_generates_nothing_again(
