@@ -268,22 +268,22 @@ FAULTS = (
     Fault(
         "training: a folder takes up what a killed process has left",
         "ee_models/training/trunk.py",
-        "    for leftover in (draft, former):  # of a process that was killed\n        shutil.rmtree(leftover, ignore_errors=True)\n    try:\n        draft.mkdir(parents=True)",
-        "    try:\n        draft.mkdir(parents=True, exist_ok=True)",
+        "for leftover in (draft, former):  # of a process",
+        "for leftover in ():  # of a process",
         ("tests/training/test_replace_folder.py",),
     ),
     Fault(
         "training: a model that was put aside when the process was killed stays there",
         "ee_models/training/trunk.py",
-        "    if former.exists() and not folder.exists():  # a process was killed between the two renames below",
-        "    if False:",
+        "not folder.exists():  # a process was killed",
+        "False:",
         ("tests/training/test_replace_folder.py",),
     ),
     Fault(
         "training: overwrite removes the checkpoint before all settings are checked",
         "hispec/training/recipes.py",
-        "    assert adapters is not None\n    training, held_out = run.split",
-        "    assert adapters is not None\n    _forget(config.output.path)\n    training, held_out = run.split",
+        "adapters is not None\n    training, held_out",
+        "adapters is not None\n    _forget(config.output.path)\n    training, held_out",
         ("tests/training/command/test_resumes.py",),
     ),
     Fault(
