@@ -276,7 +276,7 @@ FAULTS = (
         "training: a model that was put aside when the process was killed stays there",
         "ee_models/training/trunk.py",
         "not folder.exists():  # a process was killed",
-        "False:",
+        "not True:  # a process was killed",
         ("tests/training/test_replace_folder.py",),
     ),
     Fault(
