@@ -112,11 +112,10 @@ class Decoder:
 
         dtype: of hidden states, and what is computed in but for narrow numbers; weights_dtype: what weights
         are rounded to before, kv_dtype: what KV is kept in; None: dtype. max_positions: rows of the rotary
-        table; None: the model's limit.
-        `progress(layers done, layers)`. quantization, exact: see LinearMaker. A tied head is held as a copy,
-        whose bytes a token reads; the embedding stays as it is. Raises CheckpointError for tensors that are
-        missing or unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`,
-        and for heads that kv_dtype has no place for.
+        table; None: the model's limit. `progress(layers done, layers)`. quantization, exact: see LinearMaker.
+        On a CPU a tied head is held as a copy, whose bytes a token reads; the embedding stays as it is.
+        Raises CheckpointError for tensors that are missing or unreadable, ValueError for a dtype,
+        quantization or backend that cannot run on `device`, and for heads that kv_dtype has no place for.
         """
         config = checkpoint.config
         if kv_dtype == torch.int8:
@@ -190,9 +189,8 @@ class Decoder:
 
     @property
     def passes(self) -> FusedPasses | None:
-        """What runs a pass in one call; None where nothing does, or with another attention than its own."""
-        fused = self._fused
-        return fused if fused is not None and fused.attention is self.attention else None
+        """What runs a pass in one call; None where nothing does."""
+        return self._fused
 
     def layer_steps(self, lo: int, hi: int) -> list[PassStep]:
         """Layers [lo, hi) as steps of a pass."""

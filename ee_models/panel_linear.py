@@ -14,7 +14,6 @@ from torch import Tensor
 from .kernel_cache import cfunc
 from .kernels.numba_gemm import multiply, pack, pad_bias
 from .kernels.threads import KernelThreads, address_of, take
-from .linear import num_bytes
 
 # Multiplications of a product from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 16
@@ -53,7 +52,7 @@ class PanelLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, threads: KernelThreads) -> None:
         self.num_outputs, self.num_inputs = weight.shape
         self.panels, self.bias = pack(weight), pad_bias(bias, weight)
-        self.num_bytes = weight.numel() * self.panels.itemsize + num_bytes(bias)
+        self.num_bytes = self.panels.nbytes + self.bias.nbytes
         self._threads = threads
 
     def __call__(self, x: Tensor) -> Tensor:

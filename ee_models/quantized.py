@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import install_command
-from .kernels import runs_numba, runs_triton
+from .kernels import runs_triton
 from .linear import Linear, PlainLinear, num_bytes
 
 if TYPE_CHECKING:
@@ -76,8 +76,6 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
             f" {dtypes[-1]}{other}"
         )
     if device.type == "cpu":
-        if not runs_numba(device):
-            raise ValueError(f"{what} needs numba on a CPU: pip install numba")
         return
     if quantization == "int8":
         if not runs_triton(device):

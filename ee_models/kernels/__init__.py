@@ -48,17 +48,16 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-@cache
 def runs_numba(device: torch.device) -> bool:
-    """Whether numba's kernels run on tensors of `device`."""
-    return device.type == "cpu" and find_spec("numba") is not None
+    """Whether numba's kernels run on tensors of `device`: on every CPU, where numba must be there."""
+    return device.type == "cpu"
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """numba's on a CPU in float32, Triton's on a GPU, else the reference."""
     from . import reference
 
-    if device.type == "cpu" and dtype == torch.float32:
+    if runs_numba(device) and dtype == torch.float32:
         from . import cpu  # here, so that a machine without numba can still use a GPU
 
         return cpu.NumbaKernels()

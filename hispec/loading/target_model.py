@@ -92,7 +92,7 @@ def select_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
         return given
     if device.type != "cpu":
         return checkpoint.dtype
-    if config.quantization is None and checkpoint.dtype == torch.bfloat16 and runs_numba(device):
+    if config.quantization is None and checkpoint.dtype == torch.bfloat16:
         from ee_models.kernels.numba_narrow import multiplies_bfloat16
 
         if multiplies_bfloat16():

@@ -34,7 +34,7 @@ def load_with_vectors_of(
         monkeypatch.setattr(sys.modules[package], own, module, raising=False)  # `from . import` looks there
         with monkeypatch.context() as patch:
             if not loaded:
-                patch.setattr(numba.config, "CPU_FEATURES", "+avx2,+avx512f" if width == 16 else "+avx2")
+                patch.setattr(numba.config, "CPU_FEATURES", "+fma,+avx512f" if width == 16 else "+fma,+avx2")
             spec.loader.exec_module(module)
         loaded.append(module)
         for constant, value in (constants or {}).get(name, {}).items():

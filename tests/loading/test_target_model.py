@@ -179,7 +179,7 @@ def test_a_draft_model_is_held_as_its_target_is(tmp_path: Path) -> None:
     assert (model.dtype, model.weights_dtype, model.kv_dtype) == (F32, BF16, F32)
 
 
-def test_without_numba_a_cpu_computes_in_the_dtype_of_the_weights(
+def test_where_no_kernel_widens_them_weights_are_computed_in_their_own_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoint(tmp_path / "model", num_layers=2)
