@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import numba
 import pytest
+
+_copies = itertools.count()
 
 
 def load_with_vectors_of(
@@ -26,10 +29,15 @@ def load_with_vectors_of(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(cache))
     loaded = []
     for name in ("ee_models.kernels.numba_vectors", *names):
-        spec = importlib.util.find_spec(name)
+        original = importlib.util.find_spec(name)
+        assert original is not None and original.origin is not None
+        # In a name of its own, of which compiled code is called: two kernels of one name, of which numba has
+        # taken one from its files, may have the same number, too, and then one is run in place of the other.
+        spec = importlib.util.spec_from_file_location(f"{name}_{next(_copies)}", original.origin)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, spec.name, module)
         package, _, own = name.rpartition(".")
         monkeypatch.setattr(sys.modules[package], own, module, raising=False)  # `from . import` looks there
         with monkeypatch.context() as patch:
