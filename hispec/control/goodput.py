@@ -26,7 +26,7 @@ from .route_costs import (
     SLOTS,
     VERIFY_SLOT,
     Passes,
-    StageCosts,
+    PlanCosts,
     slots_of,
     static_passes,
 )
@@ -124,8 +124,8 @@ class PlanGrid:
         route_of, drafts, checks = np.array(plans, np.int64).T
         self.sizes = Sizes(route_of, route_of, drafts, checks, self._has_check[route_of])
         self._costs, self._one = (
-            StageCosts(self._slots, latency, route_of),
-            [StageCosts([each], latency, np.zeros(1, np.int64)) for each in self._slots],
+            PlanCosts(self._slots, latency, route_of),
+            [PlanCosts([each], latency, np.zeros(1, np.int64)) for each in self._slots],
         )
 
     def __len__(self) -> int:

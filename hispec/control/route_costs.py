@@ -86,7 +86,7 @@ def static_passes(
     }
 
 
-class StageCosts:
+class PlanCosts:
     """Of plans, by their routes. Raises ConfigError if the latency model lacks a stage."""
 
     def __init__(

@@ -16,7 +16,7 @@ from hispec.control.acceptance_model import MOST_CHECKS, MOST_TENTATIVE, Estimat
 from hispec.control.choice import Choice, Route
 from hispec.control.controller import GoodputControl
 from hispec.control.goodput import PlanGrid
-from hispec.control.route_costs import SLOTS, VERIFY_SLOT, StageCosts
+from hispec.control.route_costs import SLOTS, VERIFY_SLOT, PlanCosts
 from hispec.latency.model import LatencyModel, Linear
 
 from ..helpers.scripted_control import GATED, ROUTES, Law, Machine, cpu_like
@@ -229,7 +229,7 @@ def test_costs_are_what_linear_says() -> None:
     """Bends and pairs included."""
     stage, rest = Linear(3.0, 0.2, 0.1, 1e-3, 1e-4, ((2.0, 0.5), (7.0, 0.75))), Linear(0.5, 0.1)
     latency = LatencyModel({"plain": stage, "round": rest, "along/4": Linear(0.3, 0.0, 0.02)})
-    costs = StageCosts([{VERIFY_SLOT: ["plain", "along/4"]}], latency, np.zeros(2, np.int64))
+    costs = PlanCosts([{VERIFY_SLOT: ["plain", "along/4"]}], latency, np.zeros(2, np.int64))
     passes = np.zeros((3, len(SLOTS), 2))
     passes[:, VERIFY_SLOT] = [[1, 2], [4, 8], [5, 20]]  # one pass of 5 tokens, two of 10 each
     for at, (num, tokens) in enumerate(((1, 5.0), (2, 10.0))):
