@@ -118,9 +118,7 @@ def ways() -> list[tuple[int, str]]:
 
 
 @pytest.fixture(params=ways(), ids=str, scope="module")
-def products(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ModuleType]:
+def products(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """numba_int8_products of another CPU."""
     width, dot = request.param
     names = [
@@ -131,8 +129,7 @@ def products(
     ]
     with pytest.MonkeyPatch.context() as patch:
         constants = {numba_int8.__name__: {"DOT": dot}}
-        cache = tmp_path_factory.mktemp("compiled")
-        yield load_with_vectors_of(width, names, cache, patch, constants)[-1]
+        yield load_with_vectors_of(width, names, patch, constants)[-1]
 
 
 def tile(module: Any, count: int, heads: tuple[int, int], num: int) -> tuple[Any, ...]:

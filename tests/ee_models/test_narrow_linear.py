@@ -58,15 +58,12 @@ def quick(way: tuple[int, str]) -> bool:
     params=[pytest.param(way, id=str(way), marks=() if quick(way) else pytest.mark.slow) for way in ways()],
     scope="module",
 )
-def modules(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[ModuleType]]:
+def modules(request: pytest.FixtureRequest) -> Iterator[list[ModuleType]]:
     """numba_int8, numba_narrow and narrow_linear."""
     width, dot = request.param
     with pytest.MonkeyPatch.context() as patch:
-        cache = tmp_path_factory.mktemp("compiled")
         constants = {INT8: {"DOT": dot, "NUMBER_BYTES": 2 if dot == "pairs" else 1}}
-        _, _, _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, constants)
+        _, _, _, int8, _, both, linear = load_with_vectors_of(width, MODULES, patch, constants)
         (code,) = both.multiply.inspect_llvm().values()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield [int8, both, linear]

@@ -14,10 +14,10 @@ from tests.helpers.vector_width import load_with_vectors_of
 
 
 @pytest.fixture(scope="module", params=[8, 16])
-def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Products]:
+def products(request: pytest.FixtureRequest) -> Iterator[Products]:
     with pytest.MonkeyPatch.context() as patch:
         names = ["ee_models.attention.numba_products"]
-        (module,) = load_with_vectors_of(request.param, names, tmp_path_factory.mktemp("products"), patch)
+        (module,) = load_with_vectors_of(request.param, names, patch)
         yield Products(module)
 
 

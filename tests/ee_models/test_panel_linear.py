@@ -18,11 +18,9 @@ MODULES = ["ee_models.kernels.numba_gemm", "ee_models.panel_linear"]
 
 
 @pytest.fixture(params=[8, 16], scope="module")
-def modules(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[ModuleType]]:
+def modules(request: pytest.FixtureRequest) -> Iterator[list[ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
-        yield load_with_vectors_of(request.param, MODULES, tmp_path_factory.mktemp("compiled"), patch)
+        yield load_with_vectors_of(request.param, MODULES, patch)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
