@@ -189,8 +189,9 @@ class Decoder:
 
     @property
     def passes(self) -> FusedPasses | None:
-        """What runs a pass in one call; None where nothing does."""
-        return self._fused
+        """What runs a pass in one call; None where nothing does, or with another attention than its own."""
+        fused = self._fused
+        return fused if fused is not None and fused.attention is self.attention else None
 
     def layer_steps(self, lo: int, hi: int) -> list[PassStep]:
         """Layers [lo, hi) as steps of a pass."""

@@ -88,6 +88,9 @@ def test_every_page_stands_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     linked = set(LINK.findall(index))
     assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= linked
+    figures = LINK.findall((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+    pages = {f"performance/{page.name}" for page in PAGES if page.parent.name == "performance"}
+    assert pages and pages <= {link.partition("#")[0] for link in figures}
 
 
 @cache

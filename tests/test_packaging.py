@@ -144,7 +144,7 @@ def field_names(values: dict[str, Any]) -> set[str]:
 def test_install_commands_are_those_of_a_checkout(setup_arguments: dict[str, Any]) -> None:
     """HiSpec is on no package index, so `pip install 'hispec[...]'` would find nothing, or something else."""
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
-    files += [*(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml"), ROOT / "README.md"]
+    files += [*(ROOT / "docs").glob("**/*.md"), *(ROOT / "configs").glob("*.yaml"), ROOT / "README.md"]
     extras = set()
     for path in files:
         text = path.read_text(encoding="utf-8")

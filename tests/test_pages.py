@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+    *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").glob("**/*.md")),
 ]
 BLOCK = re.compile(r"(?:^    .*\n|^\n(?=    ))+", re.MULTILINE)
 RunsCode = Callable[..., dict[str, Any]]

@@ -75,3 +75,12 @@ def sha256(path: Path) -> str:
     """The checksum of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_files(folder: Path) -> None:
+    """Has the disk write what the files of a folder hold. Before its name is there: a power failure must not
+    leave names without what they name. Raises OSError."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())

@@ -31,8 +31,7 @@ class ExitShape(FileInfo):
     def _not_empty(self) -> Self:
         if self.num_blocks and not self.attention and self.intermediate_size is None:
             raise ValueError(
-                "a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves"
-                " blocks out"
+                "a block needs attention, an intermediate_size, or both; num_blocks 0 leaves blocks out"
             )
         return self
 
@@ -40,7 +39,4 @@ class ExitShape(FileInfo):
 def check_distinct(exits: Iterable[ExitShape]) -> None:
     layers = [each.layer for each in exits]
     if len(set(layers)) != len(layers):
-        raise ValueError(
-            f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of"
-            " their own"
-        )
+        raise ValueError(f"exits must be at different layers, got {layers}")

@@ -61,16 +61,15 @@ class ExitingModel(Trunk):
         adapters: Sequence[AdapterModule],
         inv_freq: Tensor,
         settings: EarlyExitSettings,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float],
     ) -> None:
-        """inv_freq [head_dim / 2]: of the rotary embedding; weights: of the exits' losses beside each other,
-        None: equal. Raises TrainingError for a model that is not built as Llama is."""
+        """inv_freq [head_dim / 2]: of the rotary embedding; weights: of the exits' losses beside each other.
+        Raises TrainingError for a model that is not built as Llama is."""
         super().__init__(model)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.adapters = nn.ModuleList(adapters)
         self._settings = settings
         self._last = model.config.num_hidden_layers - 1
-        weights = [1.0] * len(adapters) if weights is None else weights
         total = sum(weights) or 1.0
         self._into_trunk = [settings.exit_loss_scale * weight / total for weight in weights]
 
@@ -165,8 +164,7 @@ class EarlyExitTask:
         seed: int = 0,
     ) -> None:
         """module: taken over, and changed in place; batch_size: examples per step, of all processes together;
-        seed: of all that is random. Raises TrainingError for
-        examples or a model that cannot be trained."""
+        seed: of all that is random. Raises TrainingError for examples or a model that cannot be trained."""
         self.module = module
         self._examples, self._held_out, self._settings, self._seed = examples, held_out, settings, seed
         self._batch_size = batch_size

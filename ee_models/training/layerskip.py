@@ -72,9 +72,8 @@ class LayerSkipTask:
         seed: int = 0,
         eval_exits: Sequence[int] | None = None,
     ) -> None:
-        """model: taken over, and changed in place. batch_size: examples per step, of all
-        processes together; num_steps: of the whole run, which schedules are shares
-        of; seed: of all that is random.
+        """model: taken over, and changed in place. batch_size: examples per step, of all processes together;
+        num_steps: of the whole run, which schedules are shares of; seed: of all that is random.
 
         eval_exits: early exits to evaluate, from 1 to L - 1; None for those at a quarter, half and three
         quarters of the depth. Raises TrainingError for examples, a model or exits that cannot be trained or

@@ -266,6 +266,8 @@ def _restore(
                         for moment in _MOMENTS
                     }
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    except TrainingError:
+        raise
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise TrainingError(f"{path} cannot be read ({error}); set {_ANEW} to start anew") from error
     return step

@@ -13,8 +13,8 @@ from .curriculum import Curriculum, DropoutSchedule
 
 
 class RecipeSettings(BaseModel):
-    """Frozen, no unknown keys, no silent conversions between types; a value outside its range is a
-    ValueError."""
+    """As hispec.config's Settings: frozen, no unknown keys, no silent conversions between types; a value
+    outside its range is pydantic's ValidationError, a ValueError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -108,7 +108,7 @@ class LayerSkipSettings(RecipeSettings):
                        the end; None = all weights
     """
 
-    dropout_max: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     dropout_schedule: DropoutSchedule = "constant"
     exit_loss_scale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     curriculum: Curriculum = "rotational"

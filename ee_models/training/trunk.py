@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
+from ..checkpoint.described import sync_files
 from ..checkpoint.loader import open_checkpoint
 from ..checkpoint.low_rank import LowRank
 from ..errors import TrainingError
@@ -449,8 +450,11 @@ def replace_folder(folder: Path, kind: str, marker: str, write: Callable[[Path],
     TrainingError if that is neither empty nor a `kind`, told by its file `marker`, or cannot be written; then
     it is as it was."""
     draft, former = (folder.with_name(f".{folder.name}.{which}") for which in ("draft", "former"))
-    if former.exists() and not folder.exists():  # a process was killed between the two renames below
-        os.replace(former, folder)
+    try:
+        if former.exists() and not folder.exists():  # a process was killed between the two renames below
+            os.replace(former, folder)
+    except OSError as error:
+        raise TrainingError(f"cannot move {former} back to {folder}: {error}; move it yourself") from error
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / marker).is_file():
         raise TrainingError(f"{folder} exists and is no {kind}; choose another folder, or remove it")
@@ -459,6 +463,7 @@ def replace_folder(folder: Path, kind: str, marker: str, write: Callable[[Path],
     try:
         draft.mkdir(parents=True)
         write(draft)
+        sync_files(draft)
         if folder.exists():
             os.replace(folder, former)
         os.replace(draft, folder)

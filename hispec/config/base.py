@@ -14,7 +14,8 @@ Item = TypeVar("Item")
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, no unknown keys, no silent conversions between types."""
+    """Base of settings, but for ee_models' own (`ee_models.training.settings`): frozen, no unknown keys, no
+    silent conversions between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -64,10 +64,8 @@ class Widths:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Plans, by the entry of their widths, the index of their route (the last = plain), K, and R.
-
-    has_check
-    """
+    """Plans, by the entry of their widths, the index of their route (the last = plain), K, R, and whether
+    there is a check."""
 
     entry: Ints
     route: Ints

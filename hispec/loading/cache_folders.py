@@ -13,6 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ee_models.checkpoint.described import sync_files
+
 
 def make_once(
     final: Path,
@@ -76,10 +78,7 @@ def _publish(folder: Path, final: Path, work: Path) -> None:
     """Renames `folder` to `final`, in place of what may be there, which is put into the temporary folder
     `work`; or put back, if that fails."""
     replaced = work / "replaced"
-    for file in folder.rglob("*"):  # a power failure must not leave names without what they name
-        if file.is_file():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+    sync_files(folder)
     try:
         if final.exists():
             os.replace(final, replaced)

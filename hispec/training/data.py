@@ -374,8 +374,10 @@ def check_model_of_answers(config: TrainConfig, work: Path, checkpoint: Checkpoi
                 f"{target} was written by other weights than those of {checkpoint.path} today; choose another"
                 " output.work, or delete the file"
             )
-    learns_own = config.recipe in ("adapters", "ngrams") or (config.ee and config.ee.target == "self")
-    for outputs in {source.outputs for source in config.data.prompts if source.outputs is not None}:
+    learns_own = config.recipe in ("adapters", "ngrams") or (
+        config.ee is not None and config.ee.target == "self"
+    )
+    for outputs in dict.fromkeys(source.outputs for source in config.data.prompts if source.outputs):
         if _is_of_others(outputs, checkpoint, "run the job again, or delete the manifest if you know better"):
             what = f"data.prompts: outputs {outputs} were written by another model than {config.model}"
             if learns_own:

@@ -41,9 +41,13 @@ from .ngrams import by_size, count_ngrams, evaluate
 from .schema import EarlyExitConfig, NgramsConfig, TrainConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """A run of a recipe. only_export: write what the last checkpoint holds, without training on."""
+    """A run of a recipe.
+
+    only_export     write what the last checkpoint holds, without training on
+    has_forgotten   whether what an earlier training has reached is gone, as `output.overwrite` asks
+    """
 
     config: TrainConfig
     checkpoint: Checkpoint
@@ -51,6 +55,7 @@ class Run:
     work: Path
     progress: bool
     only_export: bool
+    has_forgotten: bool = False
 
     @cached_property
     def trunk(self) -> str:
@@ -81,8 +86,7 @@ class Run:
     def train(self, task: Task, begun: Sequence[str] = ()) -> Outcome:
         """begun: checksums of trained weights that it begins with."""
         config = self.config
-        if config.output.overwrite and not self.only_export:
-            _forget(config.output.path)  # now that nothing is refused any more
+        self.forget()
         return train(
             task,
             self.loop,
@@ -93,6 +97,12 @@ class Run:
             only_evaluate=self.only_export,
             progress=self.progress,
         )
+
+    def forget(self) -> None:
+        """With `output.overwrite`, called once nothing is refused any more."""
+        if self.config.output.overwrite and not self.only_export:
+            _forget(self.config.output.path)
+            self.has_forgotten = True
 
     def _identity(self, begun: Sequence[str]) -> str:
         """A digest of all that the trained weights depend on."""
@@ -399,6 +409,7 @@ def _count_ngrams(run: Run) -> Outcome:
     metrics = evaluate(guesses, held_out, settings.max_size)
     if run.is_main:
         folder = config.output.path
+        run.forget()
         try:
             save_ngrams(
                 folder,

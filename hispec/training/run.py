@@ -70,23 +70,30 @@ def run_training(
         _check_checkpoint(config)
     _prepare(config, work, goes_on=only_export)
     check_model_of_answers(config, work, checkpoint)
+    run: Run | None = None
     try:
         examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
+        _print_sizes(examples)
+        if only_data:
+            return None
+        run = Run(config, checkpoint, examples, work, progress, only_export)
+        outcome = recipe.train(run)
     except KeyboardInterrupt:
-        if not config.output.overwrite:
+        if not config.output.overwrite or (run is not None and run.has_forgotten):
             raise
         # What is to be replaced is there still, and would be gone on with.
         raise KeyboardInterrupt(f"What is done is in {work}; the same command goes on from there") from None
+    num_tokens = sum(len(example.token_ids) for example in examples)
+    return TrainReport(folder, len(examples), num_tokens, outcome)
+
+
+def _print_sizes(examples: list[Example]) -> None:
     num_tokens = sum(len(example.token_ids) for example in examples)
     print(
         f"{len(examples)} examples, {num_tokens} tokens,"
         f" {sum(len(e.token_ids) - e.prompt_len for e in examples)} of them in answers",
         file=sys.stderr,
     )
-    if only_data:
-        return None
-    outcome = recipe.train(Run(config, checkpoint, examples, work, progress, only_export))
-    return TrainReport(folder, len(examples), num_tokens, outcome)
 
 
 def _make_examples(

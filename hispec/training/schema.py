@@ -92,7 +92,10 @@ class ExitTraining(ExitShape, RecipeSettings):
 
 
 def _check_distinct(config: Any) -> Any:
-    check_distinct(config.exits)
+    try:
+        check_distinct(config.exits)
+    except ValueError as error:
+        raise ValueError(f"{error}; train other shapes at a layer in a run of their own") from None
     return config
 
 

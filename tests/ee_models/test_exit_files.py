@@ -124,7 +124,7 @@ def test_a_written_file_replaces_an_older_one(folder: Path, checkpoint: Checkpoi
         ({"layer": 1, "num_blocks": 9}, "less than or equal to 8"),
         (
             {"layer": 1, "attention": False},
-            "a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves blocks out",
+            "a block needs attention, an intermediate_size, or both; num_blocks 0 leaves blocks out",
         ),
         ({"layer": 1, "intermediate_size": 0}, "intermediate_size"),
         ({"layer": 1, "vocabulary_size": 0}, "vocabulary_size"),

@@ -212,7 +212,7 @@ def test_rope_gives_the_same_bits_alone_and_among_others(
         assert torch.equal(data_alone[1][:, case.slots[i]], data[1][:, case.slots[i]])
 
 
-@njit(cache=True, fastmath={"contract", "reassoc"}, error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def _exp_all(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.shape[0]):
         out[i] = exp32(x[i])

@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def but(settings: Model, **fields: Any) -> Model:
-    return settings.model_copy(update=fields)
+    return type(settings)(**dict(settings) | fields)
 
 
 def one_by_one(decoder: Decoder, **options: Any) -> Engine:

@@ -204,8 +204,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingError,
         match=(
-            r"belongs to another run \(other data, model or settings\); set output.overwrite=true"
-            r" output.resume=false to start anew"
+            r"^\S+/checkpoint.safetensors belongs to another run \(other data, model or settings\); set"
+            r" output.overwrite=true output.resume=false to start anew, or choose another output.path$"
         ),
     ):
         run(ToyTask(), tmp_path, identity="another", resume=True)

@@ -103,6 +103,28 @@ def test_an_interrupt_says_how_to_go_on(
     assert "the same command goes on from there" in err and "output.resume" not in err
 
 
+def test_an_interrupt_before_what_is_replaced_is_gone_does_not_go_on_with_it(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    config, anew = write_config(tmp_path, model), ["--set", "output.overwrite=true"]
+    assert train(config) == 0
+    for owner, name, words in (
+        (
+            states_module,
+            "trunk_states",
+            f"What is done is in {tmp_path / 'out' / 'work'}; the same command goes",
+        ),
+        (AdaptersTask, "batch", "output.resume=true output.overwrite=false goes on from there"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            assert train(config, *anew, "data.max_length=99") == 130
+        assert words in capsys.readouterr().err
+
+
 def test_other_processes_read_what_the_first_has_written(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
