@@ -110,7 +110,9 @@ def _multiply_own(
     panels, size, bias = weight
     if bits != 0:
         numba_narrow.split_tokens(bits, x, inputs, terms, 0, count)
-        numba_narrow.multiply(bits, c.ahead, terms, count, inputs, panels, out, outputs, 0, 1)
+        numba_narrow.multiply(
+            *(bits, c.ahead, c.tiles_from, terms, count, inputs, panels, out, outputs, 0, 1)
+        )
     else:
         numba_gemm.multiply(x, count, inputs, panels, size, bias, out, outputs, 0, 1)
 
@@ -131,7 +133,9 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
             numba_narrow.split_tokens(bits, x, inputs, terms, first, last)
         wait(c.barrier, shares)
         if bits != 0:
-            numba_narrow.multiply(bits, c.ahead, terms, n, inputs, panels, out, outputs, share, shares)
+            numba_narrow.multiply(
+                *(bits, c.ahead, c.tiles_from, terms, n, inputs, panels, out, outputs, share, shares)
+            )
         else:
             numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
     # The next product's terms lie elsewhere for each thread, and may lie where another's of this one do.

@@ -24,7 +24,7 @@ from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention, attend
 from .fused_kernel import run_linked, run_pass
 from .kernels.cpu import size_of_numbers
-from .kernels.numba_narrow import bytes_per_token, look_ahead
+from .kernels.numba_narrow import bytes_per_token, look_ahead, tiles_from
 from .kernels.threads import KernelThreads, address_of_cfunc, find_clock
 from .linear import Linear
 from .narrow_linear import NarrowLinear
@@ -120,6 +120,7 @@ class FusedPasses:
             num_positions=len(self._cos_sin),
             eps=self._eps,
             ahead=look_ahead() if bits else 0,
+            tiles_from=tiles_from() if bits else 0,
             attend=address_of_cfunc(attend),
         )
         attention = AttentionCall(

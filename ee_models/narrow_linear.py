@@ -18,6 +18,7 @@ from .kernels.numba_narrow import (
     multiply,
     pack,
     split_tokens,
+    tiles_from,
 )
 from .kernels.threads import KernelThreads, address_of, take
 
@@ -36,6 +37,7 @@ class _Call(ctypes.Structure):
                 "num_shares",
                 "bits",
                 "ahead",
+                "tiles_from",
                 "x",
                 "terms",
                 "num_tokens",
@@ -67,8 +69,8 @@ def _multiply(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         multiply(
-            *(c.bits, c.ahead, c.terms, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs),
-            *(share, c.num_shares),
+            *(c.bits, c.ahead, c.tiles_from, c.terms, c.num_tokens, c.num_inputs, c.panels, c.out),
+            *(c.num_outputs, share, c.num_shares),
         )
         share = take(address_of(call))
 
@@ -101,6 +103,7 @@ class NarrowLinear:
         call = _Call(
             bits=self.bits,
             ahead=look_ahead(),
+            tiles_from=tiles_from(),
             x=x.data_ptr(),
             terms=terms.data_ptr(),
             num_tokens=num_tokens,

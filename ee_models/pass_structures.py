@@ -36,6 +36,7 @@ class Call(ctypes.Structure):
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
     terms, ahead           of what a product in narrow numbers reads, 0 = there is none; bytes of weights that
                            it asks for before they are read
+    tiles_from             tokens from which matrix tiles multiply in int8, 0 = never
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
     cu_q_lens, most_per_unit   what attention's units are cut by
     is_chain               whether its tokens have no paths; then path_starts are written here
@@ -50,7 +51,7 @@ class Call(ctypes.Structure):
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer", "kv_size"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
-        *_addresses_and_sizes("terms", "ahead", "logits", "best", "sums"),
+        *_addresses_and_sizes("terms", "ahead", "tiles_from", "logits", "best", "sums"),
         *_addresses_and_sizes("cu_q_lens", "most_per_unit", "is_chain"),
         ("eps", ctypes.c_double),
     ]

@@ -46,7 +46,7 @@ def can_show(fault: Fault) -> bool:
     """Whether this CPU runs what the fault is in."""
     if "vectors of pairs" in fault.name:
         return HAS_PAIRS
-    if fault.tests == BFLOAT16 and "tile" in fault.name:
+    if "matrix tiles" in fault.name or (fault.tests == BFLOAT16 and "tile" in fault.name):
         return can_multiply()
     return fault.tests != BFLOAT16 or multiplies_bfloat16()
 

@@ -20,9 +20,10 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from ..kernel_cache import njit
-from ..kernels import numba_pairs, numba_tiles
+from ..kernels import numba_bfloat16_tiles, numba_pairs
 from ..kernels.numba_bfloat16 import COLUMNS, GROUP
 from ..kernels.numba_tiles import HAS_TILES
+from ..kernels.numba_tiles import TILE as ROWS_OF_TILE
 from ..kernels.numba_vectors import (
     FLOAT,
     INT,
@@ -61,7 +62,7 @@ _HAS_PRODUCTS = HAS_TILES or numba_pairs.HAS_PAIRS
 # Whether keys and values of few queries are multiplied from where they lie, and turned in the CPU's vectors:
 # that takes less time than to write them down as products read them, and to read that again.
 READS_PLACES = numba_pairs.HAS_PAIRS and not HAS_TILES
-QUERIES = numba_tiles.TILE if HAS_TILES else numba_pairs.BLOCK  # that are taken together, at most
+QUERIES = ROWS_OF_TILE if HAS_TILES else numba_pairs.BLOCK  # that are taken together, at most
 
 
 def _pack_keys_intrinsic(
@@ -283,7 +284,7 @@ def score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) ->
         of_scores = scores.ctypes.data + 4 * j, scores.strides[0]
         of_keys = keys[j // WIDTH].ctypes.data
         if HAS_TILES:
-            numba_tiles.multiply_block(1, num_groups, of_queries, of_keys, bytes_per_part, of_scores)
+            numba_bfloat16_tiles.multiply_block(1, num_groups, of_queries, of_keys, bytes_per_part, of_scores)
         else:
             num_pairs = num_groups * (GROUP // 2)
             numba_pairs.multiply_block(num, num_pairs, of_queries, of_keys, bytes_per_part, 0, of_scores)
@@ -309,7 +310,9 @@ def accumulate(
         of_sums = sums[i].ctypes.data + 4 * d, sums.strides[0]
         of_values = values[d // WIDTH].ctypes.data
         if HAS_TILES:
-            numba_tiles.multiply_block(0, TILE // GROUP, of_weights, of_values, bytes_per_part, of_sums)
+            numba_bfloat16_tiles.multiply_block(
+                0, TILE // GROUP, of_weights, of_values, bytes_per_part, of_sums
+            )
         else:
             of_factors, num_pairs = factors.ctypes.data + 4 * i, (count + 1) // 2
             numba_pairs.multiply_block(

@@ -15,11 +15,10 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from ..kernel_cache import njit
-from .numba_vectors import copy_numbers
+from .numba_vectors import LINE, copy_numbers
 from .threads import pointer
 
 GROUP, COLUMNS = 32, 32
-LINE = 64  # bytes of a cache's line
 # Bytes of a panel ahead of its groups, and of one of them.
 HEAD, GROUP_BYTES = 4 * COLUMNS, 2 * GROUP * COLUMNS
 _kernel = njit(error_model="numpy", nogil=True, cache=True)

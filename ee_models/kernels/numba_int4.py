@@ -32,6 +32,7 @@ from .numba_vectors import (
     FLOAT,
     INT,
     INT32,
+    LINE,
     NONE,
     ROWS,
     VECTOR,
@@ -57,7 +58,6 @@ LARGEST = torch.finfo(torch.float16).max  # size of a weight
 HEAD, GROUP_BYTES, TOKEN_GROUP_BYTES, SCALE_BYTES = 4 * COLUMNS, (4 + GROUP // 2) * COLUMNS, 2 * GROUP + 4, 4
 # Steps between the smallest and the largest weight of a group that are tried, all of them first.
 _TRIED = (15, 14, 13, 12, 11, 10, 9, 8)
-_LINE = 64  # bytes
 
 
 def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
     with cgutils.for_range(builder, num_groups) as loop:
         group = builder.add(builder.add(panel, INT(HEAD)), builder.mul(loop.index, INT(GROUP_BYTES)))
         asked, step = (builder.extract_value(ahead, i) for i in range(2))
-        for line in range(0, GROUP_BYTES, _LINE):
+        for line in range(0, GROUP_BYTES, LINE):
             prefetch(builder, asked, builder.add(builder.mul(loop.index, step), INT(line)))
         for whole in (whole for of_token in wholes for whole in of_token):
             builder.store(zero, whole)

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from ..kernel_cache import njit
-from . import numba_bfloat16, numba_int4, numba_int8, numba_pairs, numba_tiles
+from . import (
+    numba_bfloat16,
+    numba_bfloat16_tiles,
+    numba_int4,
+    numba_int8,
+    numba_int8_tiles,
+    numba_pairs,
+    numba_tiles,
+)
 from .numba_gemm import copy_tile
-from .numba_int8 import COLUMNS
+from .numba_int8 import BLOCK, COLUMNS
+from .numba_tiles import TILE
+from .numba_vectors import LINE
 
 # Bytes ahead of which weights may be asked for. CPUs differ too much for one number. An AMD EPYC of Zen 4
 # sees by itself that one tile of tokens reads on and on, and those who ask 1024 bytes ahead or more are in
@@ -25,15 +35,29 @@ from .numba_int8 import COLUMNS
 _AHEAD = (512, 4096, 16384)
 _LOOKS = 5  # at each of them
 _LOOKED_AT = 1 << 26  # bytes of weights: more than most caches hold
+# Tokens from which matrix tiles take less time in int8 than vectors do: of fewer, both wait for memory.
+_TILES_FROM = 9
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
 _MAKE_PANELS = {4: numba_int4.make_panels, 8: numba_int8.make_panels, 16: numba_bfloat16.make_panels}
-HAS_TILES = numba_tiles.HAS_TILES
+HAS_TILES, _HAS_INT8_TILES = numba_tiles.HAS_TILES, numba_int8_tiles.HAS_TILES
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
 def multiplies_bfloat16() -> bool:
     """Whether there are products in bfloat16 here: by matrix tiles or by vectors of pairs."""
     return numba_tiles.can_multiply() if HAS_TILES else numba_pairs.HAS_PAIRS
+
+
+def tiles_from() -> int:
+    """The number of tokens from which products in int8 here are by matrix tiles; 0 = never. What is computed
+    does not depend on it."""
+    return _TILES_FROM if _HAS_INT8_TILES and numba_tiles.can_multiply() else 0
+
+
+@_kernel
+def uses_tiles(bits: int, tiles_from: int, num_tokens: int) -> bool:
+    """Whether so many tokens are multiplied by matrix tiles; tiles_from: as the function of this name."""
+    return HAS_TILES and (bits == 16 or (bits == 8 and 0 < tiles_from <= num_tokens))
 
 
 @_kernel
@@ -50,6 +74,7 @@ def count_bytes(bits: int, num_inputs: int) -> Any:
     group = numba_int8.group_size(num_inputs)
     groups = (num_inputs + group - 1) // group
     bytes_per_token = groups * (group * numba_int8.NUMBER_BYTES + 8)
+    bytes_per_token += -bytes_per_token % LINE  # so that tiles read whole lines
     return groups, numba_int8.HEAD, (2 + group) * COLUMNS, bytes_per_token
 
 
@@ -96,6 +121,7 @@ def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, las
 def multiply(
     bits: int,
     ahead: int,
+    tiles_from: int,
     terms: int,
     num_tokens: int,
     num_inputs: int,
@@ -110,9 +136,9 @@ def multiply(
 
     Memory is asked for while what is there is multiplied: by several tiles of tokens, a part each, for the
     next panel; by one, `ahead` bytes before it is read (see `look_ahead`)."""
-    if bits == 16 and HAS_TILES:
-        numba_tiles.multiply(
-            ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
+    if uses_tiles(bits, tiles_from, num_tokens):
+        _multiply_by_tiles(
+            bits, ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
         )
         return
     groups, head, group_bytes, bytes_per_token = count_bytes(bits, num_inputs)
@@ -148,6 +174,65 @@ def multiply(
             first += count
 
 
+@_kernel
+def _multiply_by_tiles(
+    bits: int,
+    ahead: int,
+    terms: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """As multiply. All tiles have as many tokens: the last begins with some of the one before it, which come
+    out as they did."""
+    if num_tokens == 0:
+        return
+    groups, head, group_bytes, stride = count_bytes(bits, num_inputs)
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    size, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
+    group = numba_int8.group_size(num_inputs)
+    num_lots = groups if bits == 16 else groups * group // BLOCK
+    most = min(TILE, num_tokens)
+    num_tiles = (num_tokens + most - 1) // most
+    num_turns = (num_tiles + 1) // 2
+    spare = np.empty((2 * TILE, COLUMNS), np.float32)
+    space = np.empty(groups * numba_int8_tiles.SPACE if bits == 8 else 0, np.uint8)
+    numba_tiles.begin(most)
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel, columns = panels + number * size, min(COLUMNS, num_outputs - number * COLUMNS)
+        for turn in range(num_turns):
+            # Several turns ask for a part of the next panel each, one alone for what it reads soon.
+            asked = panel + head + ahead, size // num_lots // LINE
+            if num_turns > 1:
+                part = size // num_turns
+                asked = panel + size + turn * part, part // num_lots // LINE + 1
+            count = min(2, num_tiles - 2 * turn)
+            first = min(2 * turn * most, num_tokens - most)
+            second = min((2 * turn + 1) * most, num_tokens - most)
+            rows, start = (terms + first * stride, terms + second * stride), out + number * 4 * COLUMNS
+            to, step = (start + first * bytes_per_out, start + second * bytes_per_out), bytes_per_out
+            # What is past the last output must not be written over the next token's first ones.
+            whole = to
+            if columns < COLUMNS:
+                whole, step = (spare.ctypes.data, spare[TILE:].ctypes.data), 4 * COLUMNS
+            if bits == 16:
+                numba_bfloat16_tiles.multiply_tiles(count, rows, stride, groups, panel, whole, step, asked)
+            else:
+                numba_int8_tiles.multiply_tiles(
+                    *(count, most, rows, stride, groups, group, panel, space.ctypes.data, whole, step, asked)
+                )
+            if columns < COLUMNS:
+                copy_tile(spare, most, columns, to[0], bytes_per_out)
+                if count == 2:
+                    copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)
+    numba_tiles.end()
+    space[:0] = 0  # named once more: numba frees an array that nothing names, wherever its address is
+
+
 @cache
 def look_ahead() -> int:
     """The number of bytes that was fastest on this CPU, for one token to a whole tile of them together:
@@ -167,8 +252,8 @@ def look_ahead() -> int:
         for ahead, num_tokens in fastest:
             start = time.perf_counter()
             multiply(
-                *(bits, ahead, terms.data_ptr(), num_tokens, num_inputs, panels.data_ptr(), out.data_ptr()),
-                *(out.shape[1], 0, 1),
+                *(bits, ahead, 0, terms.data_ptr(), num_tokens, num_inputs, panels.data_ptr()),
+                *(out.data_ptr(), out.shape[1], 0, 1),
             )
             fastest[ahead, num_tokens] = min(fastest[ahead, num_tokens], time.perf_counter() - start)
     return min(_AHEAD, key=lambda ahead: sum(fastest[ahead, num] for num in range(1, most + 1)))

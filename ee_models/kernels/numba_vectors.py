@@ -32,6 +32,7 @@ WIDTH = 16 if compiles_for("avx512f") else 8
 INT, FLOAT, INT32 = ir.IntType(64), ir.FloatType(), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 NONE = ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
+LINE = 64  # bytes of a cache's line
 ROWS = types.UniTuple(types.intp, 2)  # of a matrix: the address of its first, and bytes from one to the next
 
 

@@ -20,7 +20,7 @@ def test_no_bit_depends_on_it(bits: int, num_tokens: int) -> None:
     for ahead in (0, *numba_narrow._AHEAD, 1 << 40):  # asking for what is not there is no fault
         out = torch.empty(num_tokens, 70)
         numba_narrow.multiply(
-            *(bits, ahead, terms.data_ptr(), num_tokens, 100, panels.data_ptr(), out.data_ptr(), 70, 0, 1)
+            *(bits, ahead, 0, terms.data_ptr(), num_tokens, 100, panels.data_ptr(), out.data_ptr(), 70, 0, 1)
         )
         outputs.append(out)
     assert all(torch.equal(out, outputs[0]) for out in outputs)
@@ -32,7 +32,7 @@ def test_the_fastest_of_all_tokens_is_taken_and_measured_once(monkeypatch: pytes
     widths = range(1, numba_narrow.numba_int8.TOKENS + 1)
     every = [(ahead, num_tokens) for ahead in numba_narrow._AHEAD for num_tokens in widths]
 
-    def multiply(_bits: int, ahead: int, _terms: int, num_tokens: int, *_: int) -> None:
+    def multiply(_bits: int, ahead: int, _tiles_from: int, _terms: int, num_tokens: int, *_: int) -> None:
         nonlocal now
         asked.append((ahead, num_tokens))
         # The first look is a slow one, as those at new memory are; then the first is the fastest for one

@@ -4,8 +4,9 @@ float64, bit for bit whatever is beside, and the same bits on every CPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache import whole_numbers
-from ee_models.kernels import numba_int4, numba_int8, numba_narrow, numba_vectors
+from ee_models.kernels import numba_int4, numba_int8, numba_narrow, numba_tiles, numba_vectors
 from ee_models.kernels.threads import KernelThreads
 from ee_models.narrow_linear import NarrowLinear
 from tests.helpers.guarded import runs_within_bounds
@@ -21,12 +22,14 @@ from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
 
 Bits = Literal[8, 4]
-INT8 = "ee_models.kernels.numba_int8"
+INT8, INT8_TILES = "ee_models.kernels.numba_int8", "ee_models.kernels.numba_int8_tiles"
 MODULES = [
     "ee_models.kernels.numba_gemm",
     "ee_models.kernels.numba_tiles",
+    "ee_models.kernels.numba_bfloat16_tiles",
     "ee_models.kernels.numba_rounding",
     INT8,
+    INT8_TILES,
     "ee_models.kernels.numba_int4",
     "ee_models.kernels.numba_narrow",
     "ee_models.narrow_linear",
@@ -62,8 +65,12 @@ def modules(request: pytest.FixtureRequest) -> Iterator[list[ModuleType]]:
     """numba_int8, numba_narrow and narrow_linear."""
     width, dot = request.param
     with pytest.MonkeyPatch.context() as patch:
-        constants = {INT8: {"DOT": dot, "NUMBER_BYTES": 2 if dot == "pairs" else 1}}
-        _, _, _, int8, _, both, linear = load_with_vectors_of(width, MODULES, patch, constants)
+        constants: dict[str, dict[str, Any]] = {
+            INT8: {"DOT": dot, "NUMBER_BYTES": 2 if dot == "pairs" else 1},
+            **({} if dot == "vnni" else {INT8_TILES: {"HAS_TILES": False}}),  # as CPUs without VNNI
+        }
+        loaded = load_with_vectors_of(width, MODULES, patch, constants)
+        int8, both, linear = loaded[MODULES.index(INT8)], *loaded[-2:]
         (code,) = both.multiply.inspect_llvm().values()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield [int8, both, linear]
@@ -142,11 +149,39 @@ def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
 def test_bits_are_the_same_on_every_cpu(modules: list[ModuleType], bits: Bits) -> None:
     assert modules[2].NarrowLinear is not NarrowLinear
     for num_outputs, num_inputs in SHAPES:
-        weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs, seed=1), randn(7, num_inputs)
+        weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs, seed=1), randn(39, num_inputs)
         layers = [
             kind(weight, bias, bits, KernelThreads()) for kind in (NarrowLinear, modules[2].NarrowLinear)
         ]
         assert torch.equal(layers[0](x), layers[1](x))
+
+
+@pytest.mark.skipif(numba_narrow.tiles_from() == 0, reason="needs a CPU with AMX, and Linux")
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100])
+def test_matrix_tiles_give_the_bits_of_vectors(num_tokens: int) -> None:
+    for num_outputs, num_inputs in SHAPES:
+        panels = numba_narrow.pack(8, randn(num_outputs, num_inputs), randn(num_outputs, seed=1))
+        x, size = randn(num_tokens, num_inputs), numba_narrow.bytes_per_token(8, num_inputs)
+        x *= torch.logspace(-3, 3, num_tokens)[:, None]  # a scale of its own for each token
+        terms = torch.empty(num_tokens, size, dtype=torch.uint8)
+        numba_narrow.split_tokens(8, x.data_ptr(), num_inputs, terms.data_ptr(), 0, num_tokens)
+        outputs = []
+        for tiles_from, shares in ((0, 1), (1, 1), (num_tokens, 3), (num_tokens + 1, 1)):
+            outputs.append(torch.full((num_tokens, num_outputs), torch.nan))
+            for share in range(shares):
+                numba_narrow.multiply(
+                    *(8, 512, tiles_from, terms.data_ptr(), num_tokens, num_inputs, panels.data_ptr()),
+                    *(outputs[-1].data_ptr(), num_outputs, share, shares),
+                )
+        assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_without_the_systems_leave_there_are_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = randn(33, 70), randn(20, 70)
+    expected = NarrowLinear(weight, None, 8, KernelThreads())(x)
+    monkeypatch.setattr(numba_tiles, "can_multiply", lambda: False)
+    assert numba_narrow.tiles_from() == 0
+    assert torch.equal(NarrowLinear(weight, None, 8, KernelThreads())(x), expected)
 
 
 def test_the_largest_numbers_do_not_overflow(modules: list[ModuleType]) -> None:
@@ -179,17 +214,18 @@ def test_zeros_give_the_bias_and_weights_of_zero_nothing(modules: list[ModuleTyp
 
 def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType], bits: Bits) -> None:
     layer = modules[2].NarrowLinear(randn(33, 7), None, bits, KernelThreads())
-    assert runs_within_bounds(layer, randn(5, 7), num_tensors=2)
+    for num_tokens in (5, 19):
+        assert runs_within_bounds(layer, randn(num_tokens, 7), num_tensors=2)
 
 
 def test_what_is_not_finite_stays_so_in_its_row_alone(modules: list[ModuleType], bits: Bits) -> None:
-    layer, x = modules[2].NarrowLinear(randn(33, 9), None, bits, KernelThreads()), randn(4, 9)
-    expected = layer(x)
-    for value in (torch.nan, torch.inf, -torch.inf):
-        broken = x.clone()
-        broken[1, 7] = value
-        found = layer(broken)
-        assert bool(found[1].isnan().all()) and torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+    layer = modules[2].NarrowLinear(randn(33, 9), None, bits, KernelThreads())
+    for value, num_tokens in product((torch.nan, torch.inf, -torch.inf), (4, 18)):
+        x = randn(num_tokens, 9)
+        expected, others = layer(x), [token for token in range(num_tokens) if token != 1]
+        x[1, 7] = value
+        found = layer(x)
+        assert bool(found[1].isnan().all()) and torch.equal(found[others], expected[others])
 
 
 def test_weights_that_have_no_place_are_refused(bits: Bits) -> None:
