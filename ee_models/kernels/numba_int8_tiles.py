@@ -125,11 +125,10 @@ def _multiply_groups(
         with cgutils.for_range(builder, num_blocks) as block:
             number = builder.add(first, block.index)
             ask(builder, ahead, number)
-            weights = builder.add(begin, builder.mul(block.index, INT(BLOCK * COLUMNS)))
+            of_block = builder.mul(block.index, INT(BLOCK * COLUMNS))
+            weights = builder.add(begin, builder.add(of_block, INT(2 * COLUMNS)))
             for tile, half in zip(WEIGHTS, _HALVES, strict=True):
-                fill(
-                    builder, tile, builder.add(weights, builder.add(half, INT(2 * COLUMNS))), INT(4 * COLUMNS)
-                )
+                fill(builder, tile, builder.add(weights, half), INT(4 * COLUMNS))
             for row, tokens, tiles in zip(rows, TOKENS, SUMS, strict=False):
                 fill(builder, tokens, builder.add(row, builder.mul(number, INT(BLOCK))), stride)
                 for tile, weight in zip(tiles, WEIGHTS, strict=True):

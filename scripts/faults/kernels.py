@@ -142,8 +142,9 @@ FAULTS = (
     Fault(
         "a share of int8 or int4 panels begins one too late",
         "ee_models/kernels/numba_narrow.py",
-        "range(share * num_panels // num_shares, (share + 1)",
-        "range(share * num_panels // num_shares + (share > 0), (share + 1)",
+        "(share + 1) * num_panels // num_shares):\n        panel = panels + number * bytes_per_panel",
+        "(share + 1) * num_panels // num_shares):\n        number = number + (share > 0)\n"
+        "        panel = panels + number * bytes_per_panel",
         INTEGERS,
     ),
     Fault(
