@@ -26,7 +26,9 @@ from benchmarks.gpu_parts.correctness import Difference, first_difference
 from benchmarks.gpu_parts.engines import CheckedGraphs, Rerun, decode, grouped, make_engine
 from benchmarks.gpu_parts.floors import bytes_read, stages_of
 from benchmarks.gpu_parts.run import FIGURES, Bench
+from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
+from ee_models.kernels.numba_gemm import COLUMNS
 from hispec.config import PLAIN, CheckConfig, DraftConfig, Plan, SpeculativeConfig
 from hispec.outputs import TokenLogprobs
 from hispec.runner.launchers import StaticLauncher
@@ -385,17 +387,25 @@ def test_a_speed_is_that_of_full_batches(tiny_decoder: Decoder) -> None:
     assert decode(engine, prompts, 40).outputs == whole.outputs, "what was aborted leaves nothing behind"
 
 
+def held(num_outputs: int, num_inputs: int) -> int:
+    """Bytes of a float32 weight and its bias in panels, each of which has all its outputs."""
+    return 4 * (num_outputs + -num_outputs % COLUMNS) * (num_inputs + 1)
+
+
+def held_by_layer(config: ModelConfig) -> int:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    return (
+        held(config.q_size + 2 * config.kv_size, hidden)
+        + held(hidden, config.q_size)
+        + held(2 * intermediate, hidden)
+        + held(hidden, intermediate)
+    )
+
+
 def test_floors_count_weights_heads_and_context(tiny_decoder: Decoder) -> None:
-    config, size = tiny_decoder.config, tiny_decoder.dtype.itemsize
-    layer = (
-        2 * config.hidden_size * config.q_size
-        + 2 * config.hidden_size * config.kv_size
-        + 3 * config.hidden_size * config.intermediate_size
-    )
-    head = config.hidden_size * config.vocab_size
-    assert bytes_read(tiny_decoder, 2, 5, 2, 4, 30) == size * (
-        3 * layer + 2 * head + 4 * 30 * 2 * config.kv_size * 3
-    )
+    config = tiny_decoder.config
+    head, kv = held(config.vocab_size, config.hidden_size), 4 * 4 * 30 * 2 * config.kv_size
+    assert bytes_read(tiny_decoder, 2, 5, 2, 4, 30) == 3 * (held_by_layer(config) + kv) + 2 * head
     assert stages_of(PLAIN) == {"plain": (1, 1, 0, -1, 1)}
     stages = stages_of(Plan(2, 5, 3, 2))
     assert {name: (often, width) for name, (often, width, *_) in stages.items()} == {
@@ -409,7 +419,8 @@ def test_floors_count_weights_heads_and_context(tiny_decoder: Decoder) -> None:
 def test_random_shapes_run_in_any_split(tmp_path: Path) -> None:
     shape = gpu_shapes.TINY_SHAPES["Llama-3-8B"].config
     decoder = gpu_subjects.random_decoder(shape, CPU, torch.float32, 64)
-    assert decoder.num_bytes == 4 * (2 * 260 * 48 + 4 * (48 * (48 + 2 * 16) + 48 * 48 + 3 * 48 * 128))
+    head, embedding = held(260, 48), 4 * 260 * 48
+    assert decoder.num_bytes == embedding + head + 4 * held_by_layer(shape)
     prompts = random_prompts((5, 9), vocab=260)
     plain = decode(make_engine(decoder, rows=2, length=64), prompts, 20).outputs
     plan = SpeculativeConfig(draft=DraftConfig(layer=1), check=CheckConfig(layer=2))

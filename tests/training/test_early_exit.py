@@ -308,7 +308,7 @@ def test_short_prompts_learn_whatever_is_said(checkpoint: Checkpoint) -> None:
     assert collate(examples, CPU, pad_to=32).forward_only == 0
 
 
-@pytest.mark.parametrize(("target", "share"), [("self", 0.9), ("labels", 0.1)])
+@pytest.mark.parametrize(("target", "share"), [("self", 0.9), ("labels", 1.0)])
 def test_where_the_last_layer_learns_from_all_rows_none_is_kept_apart(
     checkpoint: Checkpoint, target: str, share: float
 ) -> None:

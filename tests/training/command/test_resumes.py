@@ -121,7 +121,7 @@ def test_an_interrupt_before_what_is_replaced_is_gone_does_not_go_on_with_it(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt)
-            assert train(config, *anew, "data.max_length=99") == 130
+            assert train(config, *anew, "data.held_out=3") == 130
         assert words in capsys.readouterr().err
 
 
