@@ -10,7 +10,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .config import EngineConfig, SpeculativeConfig
     from .engine import Engine
-    from .errors import ClosedError, ConfigError, HiSpecError, RequestError
+    from .errors import ClosedError, ConfigError, HiSpecError, ProcessError, RequestError
     from .jobs.load import load_preset
     from .llm import LLM
     from .outputs import CompletionOutput, ContinuationScore, Delta, RequestOutput
@@ -31,6 +31,7 @@ _MODULE_OF = {
     "HiSpecError": "errors",
     "ClosedError": "errors",
     "ConfigError": "errors",
+    "ProcessError": "errors",
     "RequestError": "errors",
     "load_preset": "jobs.load",
 }
@@ -44,6 +45,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "HiSpecError",
+    "ProcessError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

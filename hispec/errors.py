@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar, get_origin
@@ -54,6 +55,10 @@ class ClosedError(HiSpecError, RuntimeError):
     """An LLM or Engine was to compute something after its close()."""
 
 
+class ProcessError(HiSpecError, RuntimeError):
+    """An LLM or Engine was to compute something in a process that was forked from the one that made it."""
+
+
 class BusyError(HiSpecError, RuntimeError):
     """There are as many unfinished requests as there may be; later there will be room again."""
 
@@ -70,6 +75,17 @@ def closed(call: str) -> ClosedError:
     """call: the class and the method."""
     name = call.partition(".")[0]
     return ClosedError(f"{call}(): this {name} was closed and its KV memory released; make a new {name}")
+
+
+def check_process(call: str, pid: int) -> None:
+    """Raises ProcessError in another process than `pid`, which made what is called: a fork has none of its
+    threads, and would wait for them without end. call: as of closed."""
+    if (own := os.getpid()) != pid:
+        name = call.partition(".")[0]
+        raise ProcessError(
+            f"{call}(): this {name} was made in process {pid}, whose threads process {own}, a fork of it,"
+            f" does not have; make a new {name} here, or have processes started by spawn"
+        )
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.5) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
 from ..drafters.ngram_table import NgramTable
-from ..errors import ConfigError, RequestError, build, closed
+from ..errors import ConfigError, RequestError, build, check_process, closed
 from ..latency.model import LatencyModel
 from ..latency.moving import cheaper_to_move
 from ..outputs import ContinuationScore, Delta
@@ -132,6 +133,7 @@ class Engine:
         )
         self._names, self._numbers = itertools.count(), itertools.count()
         self.is_closed = self._is_draining = False
+        self._pid = os.getpid()
         self._switching_to: PlanSpec | None = None  # the plan that `_use` has begun to put in place
         self._recorder = Recorder(config, name, scheduling.policy, decoder.device)
         self._rounds = RoundRunner(
@@ -484,6 +486,7 @@ class Engine:
     def _check_open(self, method: str) -> None:
         if self.is_closed:
             raise closed(f"Engine.{method}")
+        check_process(f"Engine.{method}", self._pid)
 
     @_on_its_device
     def _compute(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+import os
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -61,6 +62,7 @@ Uri = Annotated[str | None, BeforeValidator(_as_uri)]
 
 STANDARD = Path("-")  # standard input or output
 COMPRESSED = (".gz", ".zst")
+_MOST_NAME_BYTES = 200  # of the 255 that file systems allow: manifests and drafts have longer names
 Format = Literal["auto", "jsonl", "openai", "parquet", "csv"]
 RowField = Literal["id", "prompt", "prompt_token_ids", "messages", "sampling", "metadata"]
 
@@ -161,6 +163,22 @@ class OutputConfig(Destination):
     compare_plain: bool = False
     echo_input: bool = True
     token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_a_file(cls, values: Any) -> Any:
+        path = values.get("path") if isinstance(values, dict) else None
+        if not isinstance(path, str | Path) or not (text := os.fspath(path)):
+            return values
+        name = PurePath(text).name
+        if text.endswith(("/", os.sep)) or name in ("", ".."):
+            raise ValueError(f"path={shown(text)} names a folder; add the name of a file")
+        if (num_bytes := len(os.fsencode(name))) > _MOST_NAME_BYTES:
+            raise ValueError(
+                f"path: a name of {num_bytes} bytes, at most {_MOST_NAME_BYTES}, which leaves those of files"
+                " beside it their room; choose a shorter one"
+            )
+        return values
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ class OutputError(HiSpecError):
 class RowWriter:
     """Appends rows as whole lines: in the order of their indices, in whatever order they come, or as they
     come. Unbuffered: what is written survives a crash of the program. A context manager, on whose exit the
-    file ends with a whole line and is put on the disk."""
+    file ends with a whole line and is put on the disk; what others have done to it is told then."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RowWriter:
                 )
         self._syncs = self._is_file and sync_s is not None
         self._syncs_each = self._syncs and sync_s == 0
-        self._broken: OSError | None = None
+        self._broken: OSError | OutputError | None = None
         self._is_dirty = False
         self._stop = threading.Event()
         if self._is_file:
@@ -99,7 +99,7 @@ class RowWriter:
             if self._broken is not None:
                 raise self._broken
             _write_all(self._file, line)
-        except BrokenPipeError:  # who read standard output has enough
+        except (BrokenPipeError, OutputError):  # who read standard output has enough
             raise
         except OSError as error:
             where = self._path if self._is_file else "standard output"
@@ -124,10 +124,28 @@ class RowWriter:
             self._is_dirty = False
             try:
                 os.fsync(self._file.fileno())
-            except OSError as error:  # told where a row is written next
+                self._check_whole()
+            except (OSError, OutputError) as error:  # told where a row is written next
                 self._broken = error
             except ValueError:  # closed meanwhile
                 return
+
+    def _check_whole(self) -> None:
+        """Raises OutputError if another program has taken the file away, or a part of it; OSError."""
+        num_bytes = self._end  # first: a line may be written meanwhile
+        own = os.fstat(self._file.fileno())
+        try:
+            at_path: os.stat_result | None = os.stat(self._path)
+        except FileNotFoundError:
+            at_path = None
+        if own.st_size < num_bytes:
+            change, remedy = f"{self._path} was cut to {own.st_size} of {num_bytes} bytes", ""
+        elif at_path is None or not os.path.samestat(own, at_path):
+            change = f"{self._path} was moved, removed or replaced, and rows went into what it was"
+            remedy = "put it back, and "
+        else:
+            return
+        raise OutputError(f"output.path: {change}, by another program; {remedy}{self._way_on}")
 
     def __enter__(self) -> RowWriter:
         return self
@@ -136,13 +154,16 @@ class RowWriter:
         self.close()
 
     def close(self) -> None:
-        """Cuts off what was not written whole. Raises OSError."""
+        """Cuts off what was not written whole. Raises OSError, and OutputError if another program has taken
+        lines away."""
         self._stop.set()
         if not self._is_file:
             self._file.flush()
             return
         try:
-            self._file.truncate(self._end)
+            if self._broken is None:
+                self._check_whole()
+            self._file.truncate(min(self._end, os.fstat(self._file.fileno()).st_size))
             if self._broken is not None:
                 raise self._broken
             if self._syncs:

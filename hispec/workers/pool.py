@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import pickle
 import sys
 import time
@@ -24,7 +25,7 @@ from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
 from ..detokenizer import IncrementalText
 from ..engine.pretrained import Opened
-from ..errors import ConfigError, RequestError, WorkerError, build, closed, shown
+from ..errors import ConfigError, RequestError, WorkerError, build, check_process, closed, shown
 from ..loading.target_model import open_model
 from ..outputs import ContinuationScore, Delta
 from ..sampling_params import SamplingParams
@@ -104,6 +105,7 @@ class WorkerPool:
         self._setup, self._shares = setup, list(shares)
         self._speculative = plan
         self.is_closed = self._is_woken = False
+        self._pid = os.getpid()
         self._counter = itertools.count()
         self._num_refused = 0  # requests
         self._numbers: dict[str, int] = {}  # of unfinished requests
@@ -380,6 +382,7 @@ class WorkerPool:
     def _check_open(self, method: str) -> None:
         if self.is_closed:
             raise closed(f"LLM.{method}")
+        check_process(f"LLM.{method}", self._pid)
 
     def _check_idle(self, what: str) -> None:
         if self._ids:

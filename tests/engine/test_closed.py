@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from ee_models.decoder import Decoder
 from hispec import LLM, ClosedError, HiSpecError, SamplingParams
 from hispec.engine import Engine
+from tests.helpers.forked import said_in_a_fork
 from tests.helpers.support import GREEDY, make_engine
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -98,3 +101,18 @@ def test_an_llm_whose_engine_was_closed_is_closed(tiny_path: Path) -> None:
         llm.step()
     llm.close()
     check_all(llm, OF_LLM)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_a_fork_says_so_and_does_not_wait_for_threads(tiny_decoder: Decoder) -> None:
+    engine = make_engine(tiny_decoder)
+    engine.add_request([1, 2], GREEDY)
+    for method, call in OF_ENGINE.items():
+        said = said_in_a_fork(partial(call, engine))
+        begin = (
+            f"ProcessError: Engine.{method}(): this Engine was made in process {os.getpid()}, whose threads"
+        )
+        assert said.startswith(begin) and said.endswith(
+            "make a new Engine here, or have processes started by spawn"
+        )
+    assert engine.step(), "the process that made it goes on"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +224,50 @@ def test_a_trace_in_the_output_file_is_an_error(tmp_path: Path, trace: str) -> N
     with pytest.raises(ConfigError, match=r"output\.path: .*out\.jsonl is engine\.trace too; choose"):
         run(job)
     assert not FakeLLM.instances and not job.output.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda path: path.unlink(),
+            r"was moved, removed or replaced, and rows .* by another program; put it back, and do this$",
+        ),
+        (lambda path: path.rename(path.with_name("other")), r"was moved, removed or replaced"),
+        (lambda path: os.truncate(path, 5), r"was cut to \d+ of \d+ bytes, by another program; do this$"),
+    ],
+    ids=["removed", "moved", "cut"],
+)
+@pytest.mark.parametrize("sync_s", [0.0, None], ids=["at the next row", "at the end"])
+def test_a_file_that_others_take_away_is_told(
+    tmp_path: Path, change: Callable[[Path], None], words: str, sync_s: float | None
+) -> None:
+    path = tmp_path / "out.jsonl"
+    with (
+        pytest.raises(OutputError, match=rf"^output\.path: .*out\.jsonl {words}"),
+        RowWriter(path, sync_s=sync_s, way_on="do this") as writer,
+    ):
+        writer.add(0, {"index": 0})
+        change(path)
+        if sync_s is not None:
+            writer.add(1, {"index": 1})
+            with pytest.raises(OutputError, match=words):
+                writer.add(2, {"index": 2})
+    assert not path.exists() or b"\0" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("path", [".", "./", "..", "/", "folder/..", "new/", Path()])
+def test_a_folder_is_no_output(path: str | Path) -> None:
+    with pytest.raises(ValueError, match=r"path=.* names a folder; add the name of a file"):
+        OutputConfig.model_validate({"path": path})
+
+
+def test_a_name_leaves_those_beside_it_their_room(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="a name of 201 bytes, at most 200, which leaves those of files beside"
+    ):
+        OutputConfig.model_validate({"path": "ä" * 98 + ".json"})
+    name = "ä" * 97 + ".jsonl"
+    job = make_job(tmp_path, prompts(2), output={"path": str(tmp_path / name)})
+    run(job)
+    assert len(rows_of(job)) == 2 and len(name.encode()) == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from hispec.workers.launch import LocalLauncher
 from hispec.workers.messages import Setup
 from hispec.workers.shares import make_shares
 from hispec.workers.start import start_of
+from tests.helpers.forked import said_in_a_fork
 from tests.helpers.interrupts import Interrupts
 from tests.helpers.sweeps import sweep
 from tests.workers.support import SMALL, all_pids, is_alive, linux, pool, wait_until, worker_pids
@@ -140,6 +142,17 @@ def test_workers_ignore_ctrl_c(two: LLM, one: LLM) -> None:
     assert os.getpgid(0) not in groups, "a terminal's Ctrl-C would reach them"
     for pid in pids:
         os.kill(pid, signal.SIGINT)
+    assert generate(two) == generate(one) and all_pids(two) == pids
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_a_fork_of_the_llms_process_says_so_and_ends_nothing(two: LLM, one: LLM) -> None:
+    pids = all_pids(two)
+    for call in (lambda: generate(two), lambda: two.step(), lambda: list(two.stream("a"))):
+        said = said_in_a_fork(call)
+        assert re.match(
+            rf"ProcessError: LLM\.\w+\(\): this LLM was made in process {os.getpid()}, whose", said
+        ), said
     assert generate(two) == generate(one) and all_pids(two) == pids
 
 
