@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from .config.workers import Workers, check_workers
 from .detokenizer import IncrementalText, TokenBytes, split_text
 from .engine import Engine
 from .engine.admission import list_ids
-from .errors import ConfigError, RequestError, build, closed, described
+from .errors import ConfigError, RequestError, build, check_process, closed, described
 from .outputs import ContinuationScore, Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
@@ -102,6 +103,7 @@ class LLM:
             self.engine = one = Engine.from_pretrained(model, measure_latency=_measure_latency, **arguments)
             self.tokenizer = one.pretrained.tokenizer
             self.generation_defaults = one.pretrained.checkpoint.generation_defaults
+        self._pid = os.getpid()
         self.token_bytes = TokenBytes(self.tokenizer)
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
@@ -450,6 +452,7 @@ class LLM:
     def _check_open(self, method: str) -> None:
         if self.engine.is_closed:
             raise closed(f"LLM.{method}")
+        check_process(f"LLM.{method}", self._pid)
 
     def _params_of_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
         """One for each prompt. Raises ConfigError."""

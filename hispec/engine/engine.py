@@ -405,6 +405,8 @@ class Engine:
         """Aborts what is unfinished and releases the KV memory. Idempotent. What computes or takes requests
         raises ClosedError after that; counts and sizes can still be read."""
         self.is_closed = True
+        if os.getpid() != self._pid:  # of a process that this one is a fork of, whose trace is no other's
+            return
         self._abort(list(self._loop.requests), notify=False)
         self._loop.gained.clear()
         self._loop.flight = None

@@ -51,11 +51,12 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     if report.stats:
         lines["plan"] = plan_text(job.speculative, report.stats["num_layers"])
         lines["hardware"] = hardware_text(report.environment)
-    rows = f"{timed.num_results} with outputs, {timed.num_errors} with errors"
+    rows, failed = f"{timed.num_results} with outputs, {timed.num_errors} with errors", report.failed_before
+    of_these = f", {failed} of them with errors, which --retry-failed does again" if failed else ""
     if report.resumed == report.num_rows:
-        rows = "all done before; --new starts anew"
+        rows = f"all done before{of_these}; --new starts anew"
     elif report.resumed:
-        rows += f", {report.resumed} done before"
+        rows += f", {report.resumed} done before{of_these}"
     lines["rows"] = f"{report.num_rows}: {rows}"
     if timed.num_errors:
         lines["errors"] = "\n".join(timed.reasons.lines(3))

@@ -131,13 +131,16 @@ class RowWriter:
                 return
 
     def _check_whole(self) -> None:
-        """Raises OutputError if another program has taken the file away, or a part of it; OSError."""
+        """Raises OutputError if another program has taken the file away, or a part of it."""
         num_bytes = self._end  # first: a line may be written meanwhile
         own = os.fstat(self._file.fileno())
+        at_path: os.stat_result | None = own
         try:
-            at_path: os.stat_result | None = os.stat(self._path)
-        except FileNotFoundError:
+            at_path = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
             at_path = None
+        except OSError:  # which says nothing of the file
+            pass
         if own.st_size < num_bytes:
             change, remedy = f"{self._path} was cut to {own.st_size} of {num_bytes} bytes", ""
         elif at_path is None or not os.path.samestat(own, at_path):
@@ -161,11 +164,11 @@ class RowWriter:
             self._file.flush()
             return
         try:
-            if self._broken is None:
-                self._check_whole()
+            # Not to more than it has, which would be filled with zeros.
             self._file.truncate(min(self._end, os.fstat(self._file.fileno()).st_size))
             if self._broken is not None:
                 raise self._broken
+            self._check_whole()
             if self._syncs:
                 os.fsync(self._file.fileno())
         finally:

@@ -366,7 +366,9 @@ class WorkerPool:
         is_binding: bool = False,
         patience_s: float = math.inf,
     ) -> list[Any]:
-        """What a method returns in each worker. Raises what it raises in one, or what ended the last."""
+        """What a method returns in each worker. Raises what it raises in one, or what ended the last, and
+        ProcessError."""
+        check_process(f"LLM.{name}", self._pid)
         replies: list[Any] = []
         while not replies:  # all that were asked have died, and others take their places
             if self._dispatcher.failure is not None:

@@ -116,3 +116,18 @@ def test_a_fork_says_so_and_does_not_wait_for_threads(tiny_decoder: Decoder) -> 
             "make a new Engine here, or have processes started by spawn"
         )
     assert engine.step(), "the process that made it goes on"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_an_llm_in_a_fork_says_so_and_leaves_the_trace_alone(tiny_path: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=16, max_run_ms=0.0, trace=str(trace)) as llm:
+        llm.add("abc", PARAMS, "a")
+        llm.step()
+        said = said_in_a_fork(partial(llm.generate, "abc", use_tqdm=False))
+        assert said.startswith("ProcessError: LLM.generate(): this LLM was made in process")
+        assert said_in_a_fork(llm.close) == ""
+        while llm.has_unfinished():
+            llm.step()
+    lines = trace.read_text().splitlines()
+    assert len(set(lines)) == len(lines) and "abort" not in trace.read_text()
