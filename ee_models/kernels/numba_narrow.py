@@ -206,7 +206,7 @@ def _multiply_by_tiles(
         panel, columns = panels + number * size, min(COLUMNS, num_outputs - number * COLUMNS)
         for turn in range(num_turns):
             # Several turns ask for a part of the next panel each, one alone for what it reads soon.
-            asked = panel + head + ahead, size // num_lots // LINE
+            asked = panel + head + ahead, size // num_lots // LINE + 1
             if num_turns > 1:
                 part = size // num_turns
                 asked = panel + size + turn * part, part // num_lots // LINE + 1
@@ -216,9 +216,11 @@ def _multiply_by_tiles(
             rows, start = (terms + first * stride, terms + second * stride), out + number * 4 * COLUMNS
             to, step = (start + first * bytes_per_out, start + second * bytes_per_out), bytes_per_out
             # What is past the last output must not be written over the next token's first ones.
-            whole = to
+            whole: Any = to
             if columns < COLUMNS:
-                whole, step = (spare.ctypes.data, spare[TILE:].ctypes.data), 4 * COLUMNS
+                # As whole numbers with sign, as `to` has them: numba makes floats of both kinds together.
+                whole = np.intp(spare.ctypes.data), np.intp(spare[TILE:].ctypes.data)
+                step = 4 * COLUMNS
             if bits == 16:
                 numba_bfloat16_tiles.multiply_tiles(count, rows, stride, groups, panel, whole, step, asked)
             else:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _MOST_NAME = 255  # bytes of the name of a file or folder
+_MOST_OUTPUT_NAME = 225  # of an output: its manifest and drafts of that have longer names
 
 
 def _as_path(value: Any) -> Any:
@@ -33,6 +34,19 @@ def _as_path(value: Any) -> Any:
     if not is_name or max(len(name.encode("utf-8", "replace")) for name in value.split("/")) > _MOST_NAME:
         raise ValueError(f"must name a file, got {shown(value)}")
     return known_place(value)
+
+
+def _as_output(value: Any) -> Any:
+    path, text = _as_path(value), os.fspath(value)
+    name = PurePath(text).name
+    if text.endswith(("/", os.sep)) or name in ("", ".."):
+        raise ValueError(f"must name a file, not a folder, got {shown(text)}")
+    if (num_bytes := len(name.encode("utf-8", "replace"))) > _MOST_OUTPUT_NAME:
+        raise ValueError(
+            f"must have a name of at most {_MOST_OUTPUT_NAME} bytes, which leaves files beside it theirs, got"
+            f" one of {num_bytes}"
+        )
+    return path
 
 
 def _as_place(value: Any) -> Any:
@@ -56,13 +70,13 @@ def _as_uri(value: Any) -> Any:
 
 
 FilePath = Annotated[Path, BeforeValidator(_as_path)]
+OutputPath = Annotated[Path, BeforeValidator(_as_output)]
 Places = Annotated[Path | str | list[Path | str], BeforeValidator(_as_places)]
 Uri = Annotated[str | None, BeforeValidator(_as_uri)]
 
 
 STANDARD = Path("-")  # standard input or output
 COMPRESSED = (".gz", ".zst")
-_MOST_NAME_BYTES = 200  # of the 255 that file systems allow: manifests and drafts have longer names
 Format = Literal["auto", "jsonl", "openai", "parquet", "csv"]
 RowField = Literal["id", "prompt", "prompt_token_ids", "messages", "sampling", "metadata"]
 
@@ -152,6 +166,7 @@ class OutputConfig(Destination):
 
     _keeping: ClassVar[tuple[str, ...]] = ("resume", "only_missing", "retry_failed")
 
+    path: OutputPath
     resume: bool = True
     only_missing: bool = False
     retry_failed: bool = False
@@ -163,22 +178,6 @@ class OutputConfig(Destination):
     compare_plain: bool = False
     echo_input: bool = True
     token_ids: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_a_file(cls, values: Any) -> Any:
-        path = values.get("path") if isinstance(values, dict) else None
-        if not isinstance(path, str | Path) or not (text := os.fspath(path)):
-            return values
-        name = PurePath(text).name
-        if text.endswith(("/", os.sep)) or name in ("", ".."):
-            raise ValueError(f"path={shown(text)} names a folder; add the name of a file")
-        if (num_bytes := len(os.fsencode(name))) > _MOST_NAME_BYTES:
-            raise ValueError(
-                f"path: a name of {num_bytes} bytes, at most {_MOST_NAME_BYTES}, which leaves those of files"
-                " beside it their room; choose a shorter one"
-            )
-        return values
 
     @model_validator(mode="before")
     @classmethod

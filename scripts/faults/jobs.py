@@ -177,8 +177,8 @@ FAULTS = (
     Fault(
         "jobs: a name is as long as file systems allow, and that of its manifest is longer",
         "hispec/jobs/schema.py",
-        "_MOST_NAME_BYTES = 200",
-        "_MOST_NAME_BYTES = 255",
+        "_MOST_OUTPUT_NAME = 225",
+        "_MOST_OUTPUT_NAME = 255",
         JOBS,
     ),
     Fault(
