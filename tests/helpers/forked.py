@@ -19,7 +19,7 @@ def said_in_a_fork(call: Callable[[], Any]) -> str:
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)  # whoever waits without end is ended
+        signal.alarm(20)  # whoever waits without end is ended
         try:
             call()
         except HiSpecError as error:
