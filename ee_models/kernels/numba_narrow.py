@@ -55,12 +55,6 @@ def tiles_from() -> int:
 
 
 @_kernel
-def uses_tiles(bits: int, tiles_from: int, num_tokens: int) -> bool:
-    """Whether so many tokens are multiplied by matrix tiles; tiles_from: as the function of this name."""
-    return HAS_TILES and (bits == 16 or (bits == 8 and 0 < tiles_from <= num_tokens))
-
-
-@_kernel
 def count_bytes(bits: int, num_inputs: int) -> Any:
     """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's numbers."""
     if bits == 16:
@@ -136,7 +130,7 @@ def multiply(
 
     Memory is asked for while what is there is multiplied: by several tiles of tokens, a part each, for the
     next panel; by one, `ahead` bytes before it is read (see `look_ahead`)."""
-    if uses_tiles(bits, tiles_from, num_tokens):
+    if HAS_TILES and (bits == 16 or (bits == 8 and 0 < tiles_from <= num_tokens)):
         _multiply_by_tiles(
             bits, ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import decoding, drafters, jobs, kernels, linked, models, runner, serving
+from . import attention, decoding, drafters, jobs, kernels, linked, models, runner, serving
 from .fault import Fault
 
 __all__ = ["FAULTS", "Fault"]
@@ -14,6 +14,7 @@ FAULTS: tuple[Fault, ...] = (
     *runner.FAULTS,
     *serving.FAULTS,
     *kernels.FAULTS,
+    *attention.FAULTS,
     *models.FAULTS,
     *jobs.FAULTS,
 )

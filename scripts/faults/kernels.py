@@ -1,9 +1,9 @@
-"""Faults of kernels, attention and passes on a CPU or a GPU."""
+"""Faults of kernels, products and passes on a CPU or a GPU."""
 
 from __future__ import annotations
 
 from .fault import Fault
-from .suites import BFLOAT16, INT8_KV, INTEGERS, RUNS
+from .suites import BFLOAT16, INTEGERS, RUNS
 
 FAULTS = (
     Fault(
@@ -70,69 +70,6 @@ FAULTS = (
         ("tests/ee_models/test_fused_pass.py",),
     ),
     Fault(
-        "KV in int8: a query takes its neighbour's scale",
-        "ee_models/attention/numba_int8_products.py",
-        "load(builder, query_scales, INT(4 * i), FLOAT)",
-        "load(builder, query_scales, INT(0), FLOAT)",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: keys keep the scale of the first vector",
-        "ee_models/attention/numba_int8_products.py",
-        "scales = [load(builder, part, of_scales) for part in own]",
-        "scales = [load(builder, own[0], of_scales) for part in own]",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: weights have the scale of what a query does not see",
-        "ee_models/attention/numba_int8_products.py",
-        'builder.select(builder.icmp_signed("<", place, limit), part, zero)',
-        "part",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: values have no sign, and weights have one",
-        "ee_models/attention/numba_int8_products.py",
-        "dot(builder, total, weight, numbers)",
-        "dot(builder, total, numbers[0], as_numbers(builder, weight))",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: queries are not mixed",
-        "ee_models/attention/numba_int8_products.py",
-        "        mix_numbers(x, head_dim)\n",
-        "",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: a path begins with what its group held before",
-        "ee_models/attention/numba_int8_unit.py",
-        "for j in range(i * GROUP, min((i + 1) * GROUP, count)):",
-        "for j in range(max(i * GROUP, path_start - start), min((i + 1) * GROUP, count)):",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: values of a path lie as keys do",
-        "ee_models/attention/numba_int8_unit.py",
-        "copy_value(values + at,",
-        "copy_key(values + at,",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: a scale is written beside its slot",
-        "ee_models/kernels/numba_int8_kv.py",
-        "carray(pointer(group + GROUP * head_dim), GROUP, np.float32)[lane] = scale",
-        "carray(pointer(group + GROUP * head_dim), GROUP, np.float32)[lane ^ 1] = scale",
-        INT8_KV,
-    ),
-    Fault(
-        "KV in int8: what moves leaves its scale behind",
-        "cache/int8_kv.py",
-        "scales[_of_scales(slots)] = rows[..., -SCALE_BYTES:]",
-        "pass",
-        INT8_KV,
-    ),
-    Fault(
         "int8 takes 128 away once too little",
         "ee_models/kernels/numba_int8.py",
         "INT32(-128)",
@@ -181,20 +118,6 @@ FAULTS = (
         "ee_models/kernels/numba_pairs.py",
         "builder.store(builder.fmul(load(builder, row, column), factor), total)",
         "builder.store(load(builder, row, column), total)",
-        BFLOAT16,
-    ),
-    Fault(
-        "vectors of pairs leave out the last of an odd number of values where they lie",
-        "ee_models/attention/numba_narrow_products.py",
-        "num_pairs = builder.udiv(builder.add(num_places, INT(1)), INT(2))",
-        "num_pairs = builder.udiv(num_places, INT(2))",
-        BFLOAT16,
-    ),
-    Fault(
-        "attention by vectors of pairs leaves out the last of an odd number of values",
-        "ee_models/attention/numba_narrow_products.py",
-        "of_factors, num_pairs = factors.ctypes.data + 4 * i, (count + 1) // 2",
-        "of_factors, num_pairs = factors.ctypes.data + 4 * i, count // 2",
         BFLOAT16,
     ),
     Fault(
@@ -273,48 +196,6 @@ FAULTS = (
         "with cgutils.for_range(builder, num_groups) as loop: of_a = builder.add(",
         "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:\n"
         "        of_a = builder.add(",
-        BFLOAT16,
-    ),
-    Fault(
-        "attention by tiles adds what weights of a block before were",
-        "ee_models/attention/numba_narrow_products.py",
-        "packed[num:] = 0",
-        "packed[num:] = packed[num:]",
-        BFLOAT16,
-    ),
-    Fault(
-        "attention in bfloat16 leaves out what a narrow head's keys have past whole groups",
-        "ee_models/attention/numba_narrow_products.py",
-        "part[d // 2, k, d % 2] = key[d]",
-        "part[d // 2, k, d % 2] = 0",
-        BFLOAT16,
-    ),
-    Fault(
-        "attention in bfloat16 reads the first value of two twice",
-        "ee_models/attention/numba_narrow_products.py",
-        "values + places[2 * pair], values + places[2 * pair + 1]",
-        "values + places[2 * pair], values + places[2 * pair]",
-        BFLOAT16,
-    ),
-    Fault(
-        "sums of values that vectors of pairs multiply where they lie change places",
-        "ee_models/attention/numba_narrow_products.py",
-        "for of in (0, WIDTH) for i in range(4)]",
-        "for of in (WIDTH, 0) for i in range(4)]",
-        BFLOAT16,
-    ),
-    Fault(
-        "vectors of pairs multiply keys where they lie by the queries' first sixteen bytes alone",
-        "ee_models/attention/numba_narrow_products.py",
-        "place = builder.add(start, INT(4 * p))",
-        "place = builder.add(offset, INT(4 * p))",
-        BFLOAT16,
-    ),
-    Fault(
-        "attention by tiles forgets that a peak has grown",
-        "ee_models/attention/numba_narrow_products.py",
-        "own[d] *= factor",
-        "own[d] *= 1 + 0 * factor",
         BFLOAT16,
     ),
     Fault(
@@ -458,34 +339,6 @@ FAULTS = (
         ("tests/sampling/test_scan.py",),
     ),
     Fault(
-        "attention: numbers of a value that make no whole columns are those of the tile before",
-        "ee_models/attention/numba_pages.py",
-        "                    if has_rest:",
-        "                    if has_rest and start == 0:",
-        ("tests/ee_models/test_attention.py",),
-    ),
-    Fault(
-        "a query of another token's turn gets weight",
-        "ee_models/attention/numba_pages.py",
-        "end = i + num_in_turn * group",
-        "end = (kv_head - first_head + 1) * num_per_head",
-        ("tests/ee_models/test_attention_trees.py",),
-    ),
-    Fault(
-        "two dimensions of a key in bfloat16 change places",
-        "ee_models/attention/numba_products.py",
-        "(builder.shl(pair, upper), builder.and_(pair, mask))",
-        "(builder.and_(pair, mask), builder.shl(pair, upper))",
-        ("tests/ee_models/test_numba_products.py",),
-    ),
-    Fault(
-        "sums and totals do not shrink with a new peak",
-        "ee_models/attention/numba_products.py",
-        "shrink, alike = exp(builder, builder.fsub(before, after)), spread(builder, after)",
-        "shrink, alike = FLOAT(1.0), spread(builder, after)",
-        ("tests/ee_models/test_attention.py",),
-    ),
-    Fault(
         "KV of a padding row written (numba)",
         "ee_models/kernels/cpu.py",
         "            if not is_query and slot < 0:\n                break\n",
@@ -498,13 +351,6 @@ FAULTS = (
         "builder.add(builder.add(whole, _every(bits, 0x7FFF)), odd)",
         "builder.add(whole, _every(bits, 0))",
         ("tests/ee_models/test_kernels.py",),
-    ),
-    Fault(
-        "values in bfloat16 are read at the steps of float32",
-        "ee_models/attention/numba_pages.py",
-        "*(num, of_weights, values + size * d, size,",
-        "*(num, of_weights, values + 4 * d, size,",
-        ("tests/ee_models/test_attention.py",),
     ),
     Fault(
         "layers in one call find KV in float32 at the steps of bfloat16",
