@@ -30,6 +30,7 @@ from .uris import fetch, name_of
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 1024  # rows of a table that are in memory at once
 _LARGEST_VALUE = 1 << 30  # characters of a value in CSV
+_TABLES = ("csv", "parquet")
 JSON_FIELDS = ("prompt_token_ids", "messages", "sampling")  # of which a table may have the JSON
 Content = bytes | dict[str, Any] | ConfigError
 Extent = Mapping[Path, int | None]  # files in their order, and how many rows are read of each; None = all
@@ -39,18 +40,19 @@ Extent = Mapping[Path, int | None]  # files in their order, and how many rows ar
 class Record:
     """What stands for one row. line: of its file, from 1, blank ones too; in a table the row. content: the
     line, stripped, the row's columns, or why the row cannot be read. file: its name where the input has
-    several, else None. is_text: columns have nothing but texts, as in CSV. place: of its file among those of
-    the input, from 0."""
+    several, else None. table: csv, whose columns have nothing but texts, parquet, or None for lines. place:
+    of its file among those of the input, from 0."""
 
     file: str | None
     line: int
     content: Content
-    is_text: bool = False
+    table: str | None = None
     place: int = 0
 
     @property
     def where(self) -> str:
-        return f"line {self.line}" if self.file is None else f"{self.file}, line {self.line}"
+        what = f"{'line' if self.table is None else 'row'} {self.line}"
+        return what if self.file is None else f"{self.file}, {what}"
 
 
 def find_files(config: InputConfig) -> list[Path]:
@@ -150,7 +152,7 @@ def _all_records(config: InputConfig, extent: Extent | None) -> Iterator[Record]
         try:
             for line, content in islice(_rows_of(config, path, kind), num_rows):
                 num_read += 1
-                yield Record(name, line, content, kind == "csv", place)
+                yield Record(name, line, content, kind if kind in _TABLES else None, place)
         except (OSError, EOFError, zlib.error) as error:
             words = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"input.path: cannot read {name_of(path)}: {words}") from None
@@ -218,7 +220,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Content]]:
         try:
             names = next(rows, [])
             if len(set(names)) < len(names) or not names:
-                raise ValueError(f"its first line must name each column once, got {cut(', '.join(names))}")
+                got = cut(", ".join(names)) or "an empty one"
+                raise ValueError(f"its first line must name each column once, got {got}")
             if not all(map(_is_utf8, names)):
                 raise ValueError("its first line is not UTF-8; save the file as UTF-8")
             for number, values in enumerate(filter(None, rows), start=1):
@@ -278,7 +281,7 @@ def take_columns(config: InputConfig, record: Record, values: dict[str, Any]) ->
         values = {field: values.get(column) for field, column in config.columns.items()}
     values = {name: value for name, value in values.items() if value is not None}
     if isinstance(record.content, dict):
-        for name in (*JSON_FIELDS, "metadata") if record.is_text else JSON_FIELDS:
+        for name in (*JSON_FIELDS, "metadata") if record.table == "csv" else JSON_FIELDS:
             if isinstance(value := values.get(name), str):
                 try:
                     values[name] = parse_json(value)

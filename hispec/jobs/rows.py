@@ -152,8 +152,8 @@ def count_rows(config: InputConfig) -> int:
 def check_not_empty(config: InputConfig, num_rows: int) -> None:
     """Raises ConfigError if there are no rows."""
     if not num_rows:
-        example = 'it needs one JSON object per line, such as {"prompt": "Hello"}'
-        raise ConfigError(f"input.path: {config} has no rows; {example}")
+        example = 'lines of JSON, such as {"prompt": "Hello"}, or a table with a row for each prompt'
+        raise ConfigError(f"input.path: {config} has no rows; it needs {example}")
 
 
 def read_rows(
@@ -224,12 +224,24 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
             values = read_openai_line(values)
             if "messages" in values and "max_tokens" not in job.sampling.model_fields_set:
                 values["sampling"] = {"max_tokens": None} | values["sampling"]  # as OpenAI has it
-        content = build(InputLine, values)
+        content = _build_line(config, values)
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:
         problem = cut(str(error), _MAX_MESSAGE_LEN)
         return BadRow(index, record.line, record.where, identity.content_hash, problem, identity.id)
     return Row(index, record.line, record.where, identity.content_hash, content, sampling)
+
+
+def _build_line(config: InputConfig, values: dict[str, Any]) -> InputLine:
+    """Raises ConfigError, which tells of `input.columns` where there are fields that no row has."""
+    try:
+        return build(InputLine, values)
+    except ConfigError as error:
+        unknown = [name for name in values if name not in InputLine.model_fields]
+        if not unknown or config.format == "openai":
+            raise
+        hint = f"input.columns, such as {{prompt: {cut(unknown[0])}}}, takes a row's fields from others"
+        raise ConfigError(f"{hint}; {error}") from None  # first, as messages are cut
 
 
 def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> SamplingParams:

@@ -126,10 +126,19 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# How what an option writes begins, and what it is: a file that begins in another way is not replaced, such as
+# the output of a job, whose name was given by mistake.
+_BEGINNINGS = {
+    "--json": ((b"{\n", b"[\n"), "result in JSON"),
+    "--html": ((b"<!DOCTYPE html>",), "page"),
+    "-o": ((b"\x89PNG",), "picture"),
+}
+
+
 def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
     """Creates the folders of files that are to be written, as options say, which are named by their flags;
     None = not asked for. Raises ConfigError if that cannot be, or must not, since one of them is read, or is
-    another of them."""
+    another of them, or something else is there that would be lost."""
     sources, taken = {os.path.realpath(path) for path in read}, dict[str, str]()
     for flag, path in targets.items():
         if path is None:
@@ -142,6 +151,25 @@ def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ())
         if real in sources or any(_is_same(path, Path(source)) for source in sources):
             raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
         check_folder(flag, path.parent)
+    for flag, path in targets.items():
+        if path is not None and path.exists() and flag in _BEGINNINGS:
+            _check_replaced(flag, path)
+
+
+def _check_replaced(flag: str, path: Path) -> None:
+    """Raises ConfigError for a file that is not empty and not of the kind that `flag` writes, or can't be
+    read."""
+    beginnings, kind = _BEGINNINGS[flag]
+    try:
+        with path.open("rb") as file:
+            found = file.read(max(map(len, beginnings)))
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}; choose another path") from None
+    if found and not found.startswith(beginnings):
+        raise ConfigError(
+            f"{flag}: {path} is there and no {kind}, so that it would be lost; choose another path, or remove"
+            " it first"
+        )
 
 
 def _is_same(one: Path, other: Path) -> bool:

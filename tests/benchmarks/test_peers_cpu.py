@@ -332,7 +332,7 @@ def test_a_command_without_sense_is_refused_before_anything_is_read(
         (["--parts", "6"], "--parts: 6 is more than the number of prompts, 5; lower it"),
         (["--limit", "1"], "--batch-size: 2 is more than the number of prompts, 1; lower it"),
         (["--prompts", "no.jsonl"], "cannot read no.jsonl: No such file or directory"),
-        (["--prompts", "EMPTY"], "has no rows; it needs one JSON object per line"),
+        (["--prompts", "EMPTY"], "has no rows; it needs lines of JSON, such as"),
         (["--prompts", "BAD"], "a measurement needs input without errors:\n"),
         (["--plan", "no.yaml"], "no.yaml"),
         (["--plan", "PLAIN"], "PLAIN needs `speculative` and the model "),

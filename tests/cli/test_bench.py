@@ -81,11 +81,11 @@ def test_a_bench_that_is_interrupted_leaves_the_json_file_as_it_was(
 
     monkeypatch.setattr(FakeLLM, "on_step", interrupt)
     new, old = tmp_path / "new.json", tmp_path / "old.json"
-    old.write_text("{}")
+    old.write_text("{\n}")
     for path in (new, old):
         assert main(["bench", str(job), "--limit", "5", "--json", str(path)]) == 130
         assert "Interrupted. Nothing was written; the same command starts again" in capsys.readouterr().err
-    assert not new.exists() and old.read_text() == "{}"
+    assert not new.exists() and old.read_text() == "{\n}"
 
 
 def test_bench_measures_the_best_plans_of_a_profile(

@@ -162,9 +162,9 @@ def test_a_row_of_a_table_that_cannot_be_read_fails_alone(tmp_path: Path) -> Non
         (
             "in.csv",
             {},
-            ["prompt: not UTF-8; save", "has 3 values, and the first", None, "id: not UTF"],
+            ["row 1: prompt: not UTF-8; save", "row 2: has 3 values, and the first", None, "row 4: id: not"],
         ),
-        ("in.parquet", {"columns": {"id": "id", "prompt": "text"}}, [None, "cannot be read: ", None]),
+        ("in.parquet", {"columns": {"id": "id", "prompt": "text"}}, [None, "row 2: cannot be read: ", None]),
     ):
         job = job_of(tmp_path, tmp_path / name, f"{name}.jsonl", input=of_input)
         for _ in range(2):  # a job that goes on finds all of them done

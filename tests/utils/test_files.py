@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hispec.utils.files import write_atomically
+from hispec.errors import ConfigError
+from hispec.utils.files import check_targets, write_atomically, write_json
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +41,23 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
         write_atomically(path, content)
         assert path.is_symlink() and place.read_bytes() == content
     assert list(place.parent.iterdir()) == [place]
+
+
+def test_what_an_option_writes_replaces_nothing_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    others = (b'{"id": "1", "outputs": []}\n', b"id,text\n", b"<!DOCTYPE", b"\x00")
+    for flag in ("--json", "--html", "-o"):
+        for content in others:
+            path.write_bytes(content)
+            with pytest.raises(ConfigError, match=f"{flag}: .*out is there and no .* would be lost"):
+                check_targets({flag: path})
+            assert path.read_bytes() == content
+        path.write_bytes(b"")
+        check_targets({flag: path})
+        path.unlink()
+        check_targets({flag: path})
+    for flag, content in (("--html", b"<!DOCTYPE html>\n<html>"), ("-o", b"\x89PNG\r\n\x1a\n")):
+        path.write_bytes(content)
+        check_targets({flag: path})
+    write_json(path, {"a": 1})
+    check_targets({"--json": path})
