@@ -20,7 +20,14 @@ _SETTING = re.compile(r"\w[\w.]*=")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their
     traceback."""
-    for stream in (sys.stdout, sys.stderr):
+    streams = {"output": sys.stdout, "error": sys.stderr}
+    for name, stream in streams.items():
+        # Python has None for one that is closed, and the system gives its number to the next file that is
+        # opened, which whatever writes there would spoil.
+        if stream is None:
+            if sys.stderr is not None:
+                print(f"hispec: standard {name} is closed; send it to /dev/null instead", file=sys.stderr)
+            return USER_ERROR
         # What a terminal of another encoding cannot show must not end a command that has measured for hours.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")

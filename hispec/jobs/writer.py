@@ -55,14 +55,13 @@ class RowWriter:
         self._end = num_bytes
         self._waiting: dict[int, bytes] = {}
         self._is_file = path != STANDARD
-        self._file: Any = sys.stdout.buffer
-        if self._is_file:
-            self._file = held or hold(path)
-            if held is None and self._file.seek(0, os.SEEK_END) != num_bytes:
-                self._file.close()
-                raise ConfigError(
-                    f"output.path: another process has written {path} meanwhile; the same command goes on"
-                )
+        # Standard output is looked at where it is written to alone: a notebook's has no bytes.
+        self._file: Any = (held or hold(path)) if self._is_file else sys.stdout.buffer
+        if self._is_file and held is None and self._file.seek(0, os.SEEK_END) != num_bytes:
+            self._file.close()
+            raise ConfigError(
+                f"output.path: another process has written {path} meanwhile; the same command goes on"
+            )
         self._syncs = self._is_file and sync_s is not None
         self._syncs_each = self._syncs and sync_s == 0
         self._broken: OSError | OutputError | None = None

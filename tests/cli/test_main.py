@@ -32,6 +32,18 @@ def test_help_needs_no_heavy_import() -> None:
     assert all(command in run.stdout for command in ("run", "generate", "bench", "fetch"))
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_standard_stream_that_is_closed_is_told(number: int) -> None:
+    """In words, or in the exit code alone: what is opened next would get its number."""
+    command = "[sys.executable, '-m', 'hispec', 'env']"
+    code = f"import os, sys; os.close({number}); os.execv(sys.executable, {command})"
+    run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr == (
+        "hispec: standard output is closed; send it to /dev/null instead\n" if number == 1 else ""
+    )
+
+
 def test_python_m_hispec_is_the_command() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "hispec", "--version"],
