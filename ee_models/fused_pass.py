@@ -23,6 +23,7 @@ from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention, attend
 from .fused_kernel import run_linked, run_pass
+from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import size_of_numbers
 from .kernels.numba_narrow import bytes_per_token, look_ahead, tiles_from
 from .kernels.threads import KernelThreads, address_of_cfunc, find_clock
@@ -122,6 +123,9 @@ class FusedPasses:
             ahead=look_ahead() if bits else 0,
             tiles_from=tiles_from() if bits else 0,
             attend=address_of_cfunc(attend),
+            multiply=numba_gemm.multiply.address,
+            split_tokens=numba_narrow.split_tokens.address,
+            multiply_narrow=numba_narrow.multiply.address,
         )
         attention = AttentionCall(
             num_heads=self._num_heads,

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from numba import cfunc as cfunc
-from numba import config
+from numba import config, types
 from numba import njit as njit
 from numba.core import caching
 from numba.core.event import Event, Listener, register
@@ -130,6 +131,22 @@ def _own_folder() -> str:
         _ROOT,
     )
     return folder
+
+
+class Kernel:
+    """A kernel of whole numbers, int64, that other kernels call at its `address`, through
+    `threads.call_at`, and Python as any function.
+
+    What an njit function calls is compiled once more within it, and so within each that calls that. A kernel
+    as large as a product is there once."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        signature = types.void(*(types.int64,) * len(inspect.signature(function).parameters))
+        self.compiled = cfunc(signature, cache=True, error_model="numpy")(function)
+        self.address: int = self.compiled.address
+
+    def __call__(self, *numbers: int) -> None:
+        self.compiled.ctypes(*numbers)
 
 
 class CompileNotice(Listener):

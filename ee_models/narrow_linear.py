@@ -20,32 +20,20 @@ from .kernels.numba_narrow import (
     split_tokens,
     tiles_from,
 )
-from .kernels.threads import KernelThreads, address_of, take
+from .kernels.threads import KernelThreads, address_of, call_at, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM, _SPLIT_FROM = 1 << 18, 1 << 15
 
 
 class _Call(ctypes.Structure):
-    """A product, by the addresses of its matrices; in how many shares, and the next one."""
+    """A product, by the addresses of its kernels and matrices; in how many shares, and the next one."""
 
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *(
-                "next",
-                "num_shares",
-                "bits",
-                "ahead",
-                "tiles_from",
-                "x",
-                "terms",
-                "num_tokens",
-                "num_inputs",
-                "panels",
-                "out",
-            ),
-            "num_outputs",
+            *("next", "num_shares", "bits", "ahead", "tiles_from", "x", "terms", "num_tokens", "num_inputs"),
+            *("panels", "out", "num_outputs", "split", "multiply"),
         )
     ]
 
@@ -59,7 +47,7 @@ def _split(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         first, last = share * c.num_tokens // c.num_shares, (share + 1) * c.num_tokens // c.num_shares
-        split_tokens(c.bits, c.x, c.num_inputs, c.terms, first, last)
+        call_at(c.split, (c.bits, c.x, c.num_inputs, c.terms, first, last))
         share = take(address_of(call))
 
 
@@ -68,10 +56,8 @@ def _multiply(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))
     while share < c.num_shares:
-        multiply(
-            *(c.bits, c.ahead, c.tiles_from, c.terms, c.num_tokens, c.num_inputs, c.panels, c.out),
-            *(c.num_outputs, share, c.num_shares),
-        )
+        of_tokens = c.bits, c.ahead, c.tiles_from, c.terms, c.num_tokens, c.num_inputs
+        call_at(c.multiply, (*of_tokens, c.panels, c.out, c.num_outputs, share, c.num_shares))
         share = take(address_of(call))
 
 
@@ -101,6 +87,8 @@ class NarrowLinear:
         terms = x.new_empty(num_tokens, bytes_per_token(self.bits, self.num_inputs), dtype=uint8)
         out = x.new_empty(num_tokens, self.num_outputs)
         call = _Call(
+            split=split_tokens.address,
+            multiply=multiply.address,
             bits=self.bits,
             ahead=look_ahead(),
             tiles_from=tiles_from(),

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from .kernel_cache import cfunc
 from .kernels.numba_gemm import multiply, pack, pad_bias
-from .kernels.threads import KernelThreads, address_of, take
+from .kernels.threads import KernelThreads, address_of, call_at, take
 
 # Multiplications of a product from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 16
 
 
 class _Call(ctypes.Structure):
-    """A product, by the addresses of its matrices; in how many shares, and the next one."""
+    """A product, by the addresses of its kernel and matrices; in how many shares, and the next one."""
 
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
             *("next", "num_shares", "x", "num_tokens", "num_inputs", "panels", "size", "bias", "out"),
-            "num_outputs",
+            *("num_outputs", "multiply"),
         )
     ]
 
@@ -36,10 +36,8 @@ def _multiply(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))
     while share < c.num_shares:
-        multiply(
-            *(c.x, c.num_tokens, c.num_inputs, c.panels, c.size, c.bias, c.out, c.num_outputs),
-            *(share, c.num_shares),
-        )
+        matrices = c.x, c.num_tokens, c.num_inputs, c.panels, c.size, c.bias, c.out, c.num_outputs
+        call_at(c.multiply, (*matrices, share, c.num_shares))
         share = take(address_of(call))
 
 
@@ -63,6 +61,7 @@ class PanelLinear:
         is_large = num_tokens * self.num_inputs * self.num_outputs > _PARALLEL_FROM
         num_shares = self._threads.count if is_large else 1
         call = _Call(
+            multiply=multiply.address,
             num_shares=num_shares,
             x=x.data_ptr(),
             num_tokens=num_tokens,

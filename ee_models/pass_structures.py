@@ -31,6 +31,7 @@ class Call(ctypes.Structure):
     """A pass, by the addresses and sizes of what it reads and writes.
 
     attention, attend      the attention of all its layers, and what computes it
+    multiply, split_tokens, multiply_narrow   the kernels of products, in float32 and in narrow numbers
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
@@ -44,9 +45,8 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *_addresses_and_sizes("next", "team_size", "barrier", "steps", "num_steps", "attention"),
-        *_addresses_and_sizes(
-            "attend", "hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"
-        ),
+        *_addresses_and_sizes("attend", "multiply", "split_tokens", "multiply_narrow"),
+        *_addresses_and_sizes("hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"),
         *_addresses_and_sizes("head_dim", "source", "source_rows", "target", "target_rows"),
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer", "kv_size"),

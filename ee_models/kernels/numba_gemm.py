@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from ..kernel_cache import njit
+from ..kernel_cache import Kernel, njit
 from .numba_vectors import (
     INT,
     NONE,
@@ -113,7 +113,7 @@ def copy_tile(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out:
             row[column] = tile[token, column]
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@Kernel
 def multiply(
     x: int,
     num_tokens: int,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernel_cache import njit
+from ..kernel_cache import Kernel, njit
 from . import (
     numba_bfloat16,
     numba_bfloat16_tiles,
@@ -96,7 +96,7 @@ def pack(bits: int, weight: Tensor, bias: Tensor | None) -> Tensor:
     return panels
 
 
-@_kernel
+@Kernel
 def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, last: int) -> None:
     """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, bytes], the numbers that a weight of
     `bits` is multiplied by, whole ones with their scales; all by address."""
@@ -112,6 +112,67 @@ def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, las
 
 
 @_kernel
+def _multiply_by_tiles(
+    bits: int,
+    ahead: int,
+    terms: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """As multiply below. All tiles have as many tokens: the last begins with some of the one before it, which
+    come out as they did."""
+    if num_tokens == 0:
+        return
+    groups, head, group_bytes, stride = count_bytes(bits, num_inputs)
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    size, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
+    group = numba_int8.group_size(num_inputs)
+    num_lots = groups if bits == 16 else groups * group // BLOCK
+    most = min(TILE, num_tokens)
+    num_tiles = (num_tokens + most - 1) // most
+    num_turns = (num_tiles + 1) // 2
+    spare = np.empty((2 * TILE, COLUMNS), np.float32)
+    space = np.empty(groups * numba_int8_tiles.SPACE if bits == 8 else 0, np.uint8)
+    numba_tiles.begin(most)
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel, columns = panels + number * size, min(COLUMNS, num_outputs - number * COLUMNS)
+        for turn in range(num_turns):
+            # Several turns ask for a part of the next panel each, one alone for what it reads soon.
+            asked = panel + head + ahead, size // num_lots // LINE + 1
+            if num_turns > 1:
+                part = size // num_turns
+                asked = panel + size + turn * part, part // num_lots // LINE + 1
+            count = min(2, num_tiles - 2 * turn)
+            first = min(2 * turn * most, num_tokens - most)
+            second = min((2 * turn + 1) * most, num_tokens - most)
+            rows, start = (terms + first * stride, terms + second * stride), out + number * 4 * COLUMNS
+            to, step = (start + first * bytes_per_out, start + second * bytes_per_out), bytes_per_out
+            # What is past the last output must not be written over the next token's first ones.
+            whole: Any = to
+            if columns < COLUMNS:
+                # As whole numbers with sign, as `to` has them: numba makes floats of both kinds together.
+                whole = np.intp(spare.ctypes.data), np.intp(spare[TILE:].ctypes.data)
+                step = 4 * COLUMNS
+            if bits == 16:
+                numba_bfloat16_tiles.multiply_tiles(count, rows, stride, groups, panel, whole, step, asked)
+            else:
+                numba_int8_tiles.multiply_tiles(
+                    *(count, most, rows, stride, groups, group, panel, space.ctypes.data, whole, step, asked)
+                )
+            if columns < COLUMNS:
+                copy_tile(spare, most, columns, to[0], bytes_per_out)
+                if count == 2:
+                    copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)
+    numba_tiles.end()
+    space[:0] = 0  # named once more: numba frees an array that nothing names, wherever its address is
+
+
+@Kernel
 def multiply(
     bits: int,
     ahead: int,
@@ -166,67 +227,6 @@ def multiply(
             if columns < COLUMNS:
                 copy_tile(spare, count, columns, *to)
             first += count
-
-
-@_kernel
-def _multiply_by_tiles(
-    bits: int,
-    ahead: int,
-    terms: int,
-    num_tokens: int,
-    num_inputs: int,
-    panels: int,
-    out: int,
-    num_outputs: int,
-    share: int,
-    num_shares: int,
-) -> None:
-    """As multiply. All tiles have as many tokens: the last begins with some of the one before it, which come
-    out as they did."""
-    if num_tokens == 0:
-        return
-    groups, head, group_bytes, stride = count_bytes(bits, num_inputs)
-    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
-    size, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
-    group = numba_int8.group_size(num_inputs)
-    num_lots = groups if bits == 16 else groups * group // BLOCK
-    most = min(TILE, num_tokens)
-    num_tiles = (num_tokens + most - 1) // most
-    num_turns = (num_tiles + 1) // 2
-    spare = np.empty((2 * TILE, COLUMNS), np.float32)
-    space = np.empty(groups * numba_int8_tiles.SPACE if bits == 8 else 0, np.uint8)
-    numba_tiles.begin(most)
-    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
-        panel, columns = panels + number * size, min(COLUMNS, num_outputs - number * COLUMNS)
-        for turn in range(num_turns):
-            # Several turns ask for a part of the next panel each, one alone for what it reads soon.
-            asked = panel + head + ahead, size // num_lots // LINE + 1
-            if num_turns > 1:
-                part = size // num_turns
-                asked = panel + size + turn * part, part // num_lots // LINE + 1
-            count = min(2, num_tiles - 2 * turn)
-            first = min(2 * turn * most, num_tokens - most)
-            second = min((2 * turn + 1) * most, num_tokens - most)
-            rows, start = (terms + first * stride, terms + second * stride), out + number * 4 * COLUMNS
-            to, step = (start + first * bytes_per_out, start + second * bytes_per_out), bytes_per_out
-            # What is past the last output must not be written over the next token's first ones.
-            whole: Any = to
-            if columns < COLUMNS:
-                # As whole numbers with sign, as `to` has them: numba makes floats of both kinds together.
-                whole = np.intp(spare.ctypes.data), np.intp(spare[TILE:].ctypes.data)
-                step = 4 * COLUMNS
-            if bits == 16:
-                numba_bfloat16_tiles.multiply_tiles(count, rows, stride, groups, panel, whole, step, asked)
-            else:
-                numba_int8_tiles.multiply_tiles(
-                    *(count, most, rows, stride, groups, group, panel, space.ctypes.data, whole, step, asked)
-                )
-            if columns < COLUMNS:
-                copy_tile(spare, most, columns, to[0], bytes_per_out)
-                if count == 2:
-                    copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)
-    numba_tiles.end()
-    space[:0] = 0  # named once more: numba frees an array that nothing names, wherever its address is
 
 
 @cache

@@ -71,7 +71,7 @@ def modules(request: pytest.FixtureRequest) -> Iterator[list[ModuleType]]:
         }
         loaded = load_with_vectors_of(width, MODULES, patch, constants)
         int8, both, linear = loaded[MODULES.index(INT8)], *loaded[-2:]
-        (code,) = both.multiply.inspect_llvm().values()
+        code = both.multiply.compiled.inspect_llvm()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield [int8, both, linear]
 

@@ -30,18 +30,33 @@ BLOCKS = {"block_size": 16}
 FEW = {"block_size": 16, "num_kv_blocks": 8}
 
 
-# What weights are held in, and four times the numbers of a head: 16 and 64 are mixed together.
-@pytest.fixture(scope="module", params=[(None, 64), ("int8", 64), ("int8", 256)], ids=str)
+# What weights are held in; four times the numbers of a head, of which 16 or 64 are mixed together; threads:
+# where other tests have their cores, two wait for each other most of the time.
+CASES: dict[str, tuple[Quantization | None, int, int]] = {
+    "float32": (None, 64, 1),
+    "int8": ("int8", 64, 1),
+    "int8 of wide heads": ("int8", 256, 2),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[Quantization | None, int, int]:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
 def given(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    case: tuple[Quantization | None, int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Quantization | None, Path]:
-    quantization, hidden = request.param
+    quantization, hidden, _ = case
     return quantization, tiny_checkpoint(tmp_path_factory.mktemp("heads") / "model", hidden=hidden)
 
 
 @pytest.fixture(scope="module")
-def decoder(given: tuple[Quantization | None, Path]) -> Iterator[Decoder]:
-    with threads(2):
+def decoder(
+    case: tuple[Quantization | None, int, int], given: tuple[Quantization | None, Path]
+) -> Iterator[Decoder]:
+    with threads(case[2]):
         yield load(*given, kv_dtype=torch.int8)
 
 
