@@ -8,6 +8,8 @@ import math
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -46,8 +48,9 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an application until it is told to end. Then its requests have `drain_s` seconds, after which
-    the engine ends those that are left, so that their clients are told. uvicorn alone would cut them off."""
+    """Serves an application until it is told to end. Then its requests have `drain_s` seconds, or until it is
+    told again, after which the engine ends those that are left, so that their clients are told. uvicorn alone
+    would cut them off, as it does when it is told a third time."""
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, config: ServerConfig) -> None:
         super().__init__(
@@ -61,6 +64,24 @@ class Server(uvicorn.Server):
             )
         )
         self._engine, self._drain_s = engine, config.drain_s
+        self._told_again = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What follows the first signal is not raised again in the end, as uvicorn does with all that it
+        gets: the second of two would end the event loop at any place."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif self._told_again.is_set():
+            self.force_exit = True
+        elif self._loop is None:
+            self._told_again.set()
+        else:
+            self._loop.call_soon_threadsafe(self._told_again.set)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_requests())
@@ -70,7 +91,8 @@ class Server(uvicorn.Server):
             ending.cancel()
 
     async def _end_requests(self) -> None:
-        await asyncio.sleep(self._drain_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._told_again.wait(), self._drain_s)
         await self._engine.aclose()
 
 

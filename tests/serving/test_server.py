@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -471,10 +472,12 @@ def test_requests_may_end_when_the_server_is_told_to(tiny_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("drain_s", [0.2, 300.0])
 def test_requests_that_do_not_end_in_time_are_told_that_the_server_ends(
-    tiny_path: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, drain_s: float, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tiny_path, drain_s=0.2, engine={"max_run_ms": 0.0}) as ending:
+    """Or before, if it is told to end a second time."""
+    with serving(tiny_path, drain_s=drain_s, engine={"max_run_ms": 0.0}) as ending:
         step, is_held = ending.llm.step, threading.Event()
         num_steps = 0
 
@@ -491,8 +494,10 @@ def test_requests_that_do_not_end_in_time_are_told_that_the_server_ends(
         with ThreadPoolExecutor(1) as clients:
             asked = clients.submit(post, ending, stream=is_stream, **LONG)
             assert is_held.wait(30)
-            ending.server.should_exit = True
-            answer = asked.result()
+            for _ in range(1 if drain_s < 1.0 else 2):
+                ending.server.handle_exit(signal.SIGINT, None)
+            answer = asked.result(60)
+            assert not ending.server.force_exit
         if is_stream:
             error = events(answer.text)[-1]["error"]
             assert answer.status_code == 200 and events(answer.text)[0]["choices"]
