@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from .config import Settings
-from .errors import build
+from .errors import build, shown
 
 
 class SamplingParams(Settings):
@@ -69,7 +69,9 @@ class SamplingParams(Settings):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_string(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        if not isinstance(value, str | list | tuple):
+            raise ValueError(f"must be a string or a list of strings, got {shown(value)}")
+        return [value] if isinstance(value, str) else list(value)
 
     @field_validator("logit_bias", mode="before")
     @classmethod

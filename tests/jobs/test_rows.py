@@ -44,6 +44,10 @@ from tests.helpers.job_support import make_job, parse
             b'{"prompt": "a", "sampling": {"max_tokens": -1}}',
             "sampling.max_tokens: must be at least 1, got -1",
         ),
+        (
+            b'{"prompt": "a", "sampling": {"stop": 5}}',
+            "sampling.stop: must be a string or a list of strings, got 5",
+        ),
         (b'{"prompt": "a", "sampling": {"min_tokens": 99}}', "min_tokens=99 is above max_tokens=16"),
         (b'{"prompt": "a", "id": 1.5}', "line 7: id: must be a string or an integer, got 1.5"),
         (
