@@ -134,11 +134,11 @@ def _own_folder() -> str:
 
 
 class Kernel:
-    """A kernel of whole numbers, int64, that other kernels call at its `address`, through
-    `threads.call_at`, and Python as any function.
+    """A kernel whose arguments are int64: other kernels call it at its `address`, by `threads.call_at` with
+    as many numbers as it takes, which nothing checks; Python calls it as it does any function.
 
-    What an njit function calls is compiled once more within it, and so within each that calls that. A kernel
-    as large as a product is there once."""
+    What an njit function calls is compiled once more within it, and again within each that calls that. This
+    is compiled once, which counts where it is as large as a product."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         signature = types.void(*(types.int64,) * len(inspect.signature(function).parameters))

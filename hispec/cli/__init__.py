@@ -20,6 +20,8 @@ _SETTING = re.compile(r"\w[\w.]*=")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their
     traceback."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     streams = {"output": sys.stdout, "error": sys.stderr}
     for name, stream in streams.items():
         # Python has None for one that is closed, and the system gives its number to the next file that is

@@ -40,7 +40,12 @@ def add(commands: Any) -> None:
         ("--max-tokens", int, "N", "new tokens of a request at most (default: what the context leaves)"),
         ("--max-body-bytes", int, "N", "of a request (default: 4 MiB)"),
         ("--timeout-s", float, "SECONDS", "that a request may take in all (default: 600)"),
-        ("--drain-s", float, "SECONDS", "that requests have to end after Ctrl-C or SIGTERM (default: 30)"),
+        (
+            "--drain-s",
+            float,
+            "SECONDS",
+            "that requests have to end after SIGTERM or a first Ctrl-C (default: 30)",
+        ),
     )
 
 

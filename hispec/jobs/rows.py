@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ..config import Settings
-from ..errors import ConfigError, build, cut, shown
+from ..errors import ConfigError, build, cut, nearest, shown
 from ..prompts import Role, given_fields, join_parts
 from ..sampling_params import SamplingParams, put_over, seed_of
 from ..utils.files import parse_json
@@ -20,7 +20,8 @@ from .inputs import Extent, Record, find_files, read_records, take_columns
 from .openai_batch import is_request, read_openai_line
 from .schema import InputConfig, RunConfig, format_of
 
-_CONTENT = ("prompt", "prompt_token_ids", "messages", "sampling")
+_PROMPTS = ("prompt", "prompt_token_ids", "messages")
+_CONTENT = (*_PROMPTS, "sampling")
 _MAX_MESSAGE_LEN = 1000  # characters: a message quotes what was given, and that may be a whole document
 Prompt = str | list[int] | list[dict[str, Any]]
 
@@ -76,9 +77,7 @@ class InputLine(Settings):
     @property
     def prompt_fields(self) -> list[str]:
         """Names of the given ones: exactly one in a valid line."""
-        return [
-            name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None
-        ]
+        return [name for name in _PROMPTS if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def identify(config: InputConfig, record: Record) -> Identity:
     """The identity of a row, valid or not. Fast: a job that is resumed asks for it of all its rows."""
     values: Any = record.content
     if isinstance(values, ConfigError):
-        return Identity(None, _digest(f"{record.where}: {values}".encode()))
+        return Identity(None, _digest(f"{record.file or ''} {record.line}: {values}".encode()))
     if isinstance(values, bytes):
         raw = values
         try:
@@ -237,10 +236,14 @@ def _build_line(config: InputConfig, values: dict[str, Any]) -> InputLine:
     try:
         return build(InputLine, values)
     except ConfigError as error:
-        unknown = [name for name in values if name not in InputLine.model_fields]
-        if not unknown or config.format == "openai":
+        known = InputLine.model_fields
+        unknown = [name for name in values if name not in known]
+        is_slip = any(nearest(name, known, 0.8) for name in unknown)
+        if not unknown or is_slip or config.format == "openai":
             raise
-        hint = f"input.columns, such as {{prompt: {cut(unknown[0])}}}, takes a row's fields from others"
+        given = next((name for name in values if name in _PROMPTS), None)
+        example = f"{{{given or 'prompt'}: {given or cut(unknown[0])}}}"
+        hint = f"input.columns, such as {example}, says where a row's fields are, and passes over all others"
         raise ConfigError(f"{hint}; {error}") from None  # first, as messages are cut
 
 

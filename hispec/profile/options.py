@@ -85,7 +85,8 @@ class NumbersOptions(Settings):
 @dataclass(frozen=True)
 class Targets:
     """Files that `hispec profile` writes; None = not asked for. An existing preset is replaced only with
-    `overwrite`, other files always, but for job_file, where the job comes from, and what it reads."""
+    `overwrite`, others if they are of the same kind; never job_file, where the job comes from, and what it
+    reads."""
 
     json: Path | None = None
     preset: Path | None = None

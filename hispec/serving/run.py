@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -48,9 +49,10 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an application until it is told to end. Then its requests have `drain_s` seconds, or until it is
-    told again, after which the engine ends those that are left, so that their clients are told. uvicorn alone
-    would cut them off, as it does when it is told a third time."""
+    """Serves an application until it is told to end. Then its requests have `drain_s` seconds, or until
+    Ctrl-C a second time, after which the engine ends those that are left, so that their clients are told;
+    whoever does not listen is cut off _TELL_S seconds later, or with a third. uvicorn alone would cut all off
+    at once, and raise each signal again in the end: the second of two ends the event loop at any place."""
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, config: ServerConfig) -> None:
         super().__init__(
@@ -65,23 +67,18 @@ class Server(uvicorn.Server):
         )
         self._engine, self._drain_s = engine, config.drain_s
         self._told_again = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What follows the first signal is not raised again in the end, as uvicorn does with all that it
-        gets: the second of two would end the event loop at any place."""
-        if not self.should_exit:
-            super().handle_exit(sig, frame)
-        elif self._told_again.is_set():
-            self.force_exit = True
-        elif self._loop is None:
-            self._told_again.set()
-        else:
-            self._loop.call_soon_threadsafe(self._told_again.set)
+        self._loop: asyncio.AbstractEventLoop  # before it there is nothing that takes signals
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:  # SIGTERM may come twice where nobody is in a hurry
+            again = self._cut_off if self._told_again.is_set() else self._told_again.set
+            self._loop.call_soon_threadsafe(again)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_requests())
@@ -94,6 +91,13 @@ class Server(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._told_again.wait(), self._drain_s)
         await self._engine.aclose()
+        await asyncio.sleep(_TELL_S)
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def serve(
@@ -102,7 +106,7 @@ def serve(
     sampling: dict[str, Any] | None,
     listener: socket.socket,
 ) -> None:
-    """Serves an LLM until SIGINT or SIGTERM; then requests have `drain_s` seconds to end. Raises what making
+    """Serves an LLM until SIGINT or SIGTERM, as Server says. Raises what making
     the LLM raises, and ConfigError for wrong defaults of sampling: of the model's
     own, others in a preset go before.
 

@@ -20,7 +20,8 @@ class ServerConfig(Settings):
                     and the KV blocks leave
     max_body_bytes  of a request
     timeout_s       seconds that a request may take in all, its place in the queue included
-    drain_s         seconds that unfinished requests have when the server is told to end
+    drain_s         seconds that unfinished requests have when the server is told to end, or until it is told
+                    again
     """
 
     name: Annotated[str, Field(min_length=1)]

@@ -129,7 +129,7 @@ def finite(value: Any) -> Any:
 # How what an option writes begins, and what it is: a file that begins in another way is not replaced, such as
 # the output of a job, whose name was given by mistake.
 _BEGINNINGS = {
-    "--json": ((b"{\n", b"[\n"), "result in JSON"),
+    **dict.fromkeys(("--json", "--latency"), ((b"{\n", b"[\n"), "result in JSON")),
     "--html": ((b"<!DOCTYPE html>",), "page"),
     "-o": ((b"\x89PNG",), "picture"),
 }
@@ -160,6 +160,8 @@ def _check_replaced(flag: str, path: Path) -> None:
     """Raises ConfigError for a file that is not empty and not of the kind that `flag` writes, or can't be
     read."""
     beginnings, kind = _BEGINNINGS[flag]
+    if path.suffix == ".json":  # other programs write it without lines
+        beginnings = *beginnings, b"{", b"["
     try:
         with path.open("rb") as file:
             found = file.read(max(map(len, beginnings)))
@@ -167,8 +169,8 @@ def _check_replaced(flag: str, path: Path) -> None:
         raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}; choose another path") from None
     if found and not found.startswith(beginnings):
         raise ConfigError(
-            f"{flag}: {path} is there and no {kind}, so that it would be lost; choose another path, or remove"
-            " it first"
+            f"{flag}: {path} exists and is no {kind}; what is in it would be lost: choose another path, or"
+            " remove it first"
         )
 
 

@@ -31,7 +31,11 @@ from tests.helpers.job_support import make_job, parse
         (b"{}", "exactly one of prompt, prompt_token_ids and messages, got none"),
         (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "got prompt and messages"),
         (b'{"promt": "a"}', "did you mean 'prompt'?"),
-        (b'{"question": "a"}', "input.columns, such as {prompt: question}, takes a row's fields from "),
+        (b'{"question": "a"}', "input.columns, such as {prompt: question}, says where a row's fields are"),
+        (
+            b'{"kind": 1, "messages": [{"role": "user", "content": "a"}]}',
+            "such as {messages: messages}, says",
+        ),
         (b'{"prompt": 3}', "prompt: must be a string, got 3"),
         (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: must be an integer"),
         (b'{"messages": []}', "messages: "),

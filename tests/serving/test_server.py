@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from hispec import LLM, SamplingParams
 from hispec.outputs import RequestOutput
-from hispec.serving import app, completions
+from hispec.serving import app, completions, run
 from hispec.serving.transport import Failure, check_key, event
 from tests.serving.support import SMALL, Running, serving, wait_until
 
@@ -467,7 +467,8 @@ def test_requests_may_end_when_the_server_is_told_to(tiny_path: Path) -> None:
     with serving(tiny_path) as ending, ThreadPoolExecutor(2) as clients:
         asked = [clients.submit(post, ending, **LONG) for _ in range(2)]
         wait_until(lambda: ending.engine.num_unfinished == 2)
-        ending.server.should_exit = True
+        for _ in range(3):  # as those that forward signals may
+            ending.server.handle_exit(signal.SIGTERM, None)
         assert [each.result().status_code for each in asked] == [200, 200]
 
 
@@ -505,6 +506,26 @@ def test_requests_that_do_not_end_in_time_are_told_that_the_server_ends(
             error = answer.json()["error"]
             assert answer.status_code == 503
         assert error["code"] == "unavailable" and error["type"] == "server_error"
+
+
+@pytest.mark.parametrize("num_told", [2, 3])
+def test_who_does_not_listen_is_cut_off(
+    tiny_path: Path, num_told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A while after all requests have ended, or at once when the server is told a third time."""
+    monkeypatch.setattr(run, "_TELL_S", 0.2 if num_told == 2 else 300)
+    with serving(tiny_path, drain_s=300.0, timeout_s=300.0) as ending:
+        host, port = ending.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            wait_until(lambda: len(ending.server.server_state.tasks) == 1)
+            for _ in range(2):
+                ending.server.handle_exit(signal.SIGINT, None)
+            wait_until(ending.server._told_again.is_set)
+            if num_told == 3:
+                assert ending.server.server_state.connections
+                ending.server.handle_exit(signal.SIGINT, None)
+            wait_until(lambda: not ending.server.server_state.connections)
 
 
 def test_responses_are_as_the_description_says(server: Running) -> None:

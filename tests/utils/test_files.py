@@ -46,10 +46,10 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 def test_what_an_option_writes_replaces_nothing_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "out"
     others = (b'{"id": "1", "outputs": []}\n', b"id,text\n", b"<!DOCTYPE", b"\x00")
-    for flag in ("--json", "--html", "-o"):
+    for flag in ("--json", "--latency", "--html", "-o"):
         for content in others:
             path.write_bytes(content)
-            with pytest.raises(ConfigError, match=f"{flag}: .*out is there and no .* would be lost"):
+            with pytest.raises(ConfigError, match=f"{flag}: .*out exists and is no .* would be lost"):
                 check_targets({flag: path})
             assert path.read_bytes() == content
         path.write_bytes(b"")
@@ -61,3 +61,6 @@ def test_what_an_option_writes_replaces_nothing_of_another_kind(tmp_path: Path) 
         check_targets({flag: path})
     write_json(path, {"a": 1})
     check_targets({"--json": path})
+    named = path.with_suffix(".json")
+    named.write_text('{"a": 1}')
+    check_targets({"--json": named})
