@@ -468,8 +468,15 @@ FAULTS = (
     Fault(
         "the server waits on for its requests when it is told to end a second time",
         "hispec/serving/run.py",
-        "self._loop.call_soon_threadsafe(self._told_again.set)",
+        "self._loop.call_soon_threadsafe(again)",
         "pass",
+        ("tests/serving/test_server.py",),
+    ),
+    Fault(
+        "SIGTERM that comes twice ends the server's requests at once",
+        "hispec/serving/run.py",
+        "elif sig == signal.SIGINT:",
+        "else:",
         ("tests/serving/test_server.py",),
     ),
     Fault(
