@@ -15,11 +15,11 @@ from numba.np.numpy_support import carray, from_dtype
 from .attention.numba_pages import CALL as ATTENTION
 from .attention.numba_pages import NO_PATH, cut_by, cut_units
 from .kernel_cache import cfunc, njit
-from .kernels import numba_narrow
+from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_narrow import HAS_TILES
 from .kernels.numba_scan import scan_row
-from .kernels.threads import address_of, call, call_at, call_with_two, count_team, now, pointer, take, wait
+from .kernels.threads import address_of, call, call_with_two, count_team, now, pointer, take, wait
 from .pass_steps import Kind
 from .pass_structures import CALL, IN_ORDER, LINKED, PLACES, STEP
 
@@ -109,11 +109,11 @@ def _multiply_own(
     """out [count, outputs] = bias + x [count, inputs] . weight (panels, size, bias), by this thread alone."""
     panels, size, bias = weight
     if bits != 0:
-        call_at(c.split_tokens, (bits, x, inputs, terms, 0, count))
+        numba_narrow.call_split(c.split_tokens, (bits, x, inputs, terms, 0, count))
         of_tokens = bits, c.ahead, c.tiles_from, terms, count, inputs
-        call_at(c.multiply_narrow, (*of_tokens, panels, out, outputs, 0, 1))
+        numba_narrow.call_multiply(c.multiply_narrow, (*of_tokens, panels, out, outputs, 0, 1))
     else:
-        call_at(c.multiply, (x, count, inputs, panels, size, bias, out, outputs, 0, 1))
+        numba_gemm.call_multiply(c.multiply, (x, count, inputs, panels, size, bias, out, outputs, 0, 1))
 
 
 @_kernel
@@ -129,13 +129,15 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
         _multiply_own(c, bits, x, inputs, terms, weight, out, outputs, last - first)
     else:
         if bits != 0:
-            call_at(c.split_tokens, (bits, x, inputs, terms, first, last))
+            numba_narrow.call_split(c.split_tokens, (bits, x, inputs, terms, first, last))
         wait(c.barrier, shares)
         if bits != 0:
             of_tokens = bits, c.ahead, c.tiles_from, terms, n, inputs
-            call_at(c.multiply_narrow, (*of_tokens, panels, out, outputs, share, shares))
+            numba_narrow.call_multiply(c.multiply_narrow, (*of_tokens, panels, out, outputs, share, shares))
         else:
-            call_at(c.multiply, (x, n, inputs, panels, size, bias, out, outputs, share, shares))
+            numba_gemm.call_multiply(
+                c.multiply, (x, n, inputs, panels, size, bias, out, outputs, share, shares)
+            )
     # The next product's terms lie elsewhere for each thread, and may lie where another's of this one do.
     wait(c.barrier, part[3])
 

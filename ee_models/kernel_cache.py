@@ -22,11 +22,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from llvmlite import ir
 from numba import cfunc as cfunc
 from numba import config, types
 from numba import njit as njit
 from numba.core import caching
+from numba.core.errors import TypingError
 from numba.core.event import Event, Listener, register
+from numba.extending import intrinsic
 
 PACKAGES = ("hispec", "ee_models", "cache")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -134,19 +137,41 @@ def _own_folder() -> str:
 
 
 class Kernel:
-    """A kernel whose arguments are int64: other kernels call it at its `address`, by `threads.call_at` with
-    as many numbers as it takes, which nothing checks; Python calls it as it does any function.
+    """A kernel whose arguments are int64, which Python calls as it does any function, and other kernels at
+    its `address`, by its `caller`.
 
     What an njit function calls is compiled once more within it, and again within each that calls that. This
     is compiled once, which counts where it is as large as a product."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        signature = types.void(*(types.int64,) * len(inspect.signature(function).parameters))
+        self.num_numbers = len(inspect.signature(function).parameters)
+        signature = types.void(*(types.int64,) * self.num_numbers)
         self.compiled = cfunc(signature, cache=True, error_model="numpy")(function)
         self.address: int = self.compiled.address
 
     def __call__(self, *numbers: int) -> None:
         self.compiled.ctypes(*numbers)
+
+    @property
+    def caller(self) -> Any:
+        """What kernels call with an address of such a kernel and a tuple of as many numbers as it takes: no
+        more and no less is compiled."""
+        count = self.num_numbers
+
+        def call(_context: Any, _address: Any, numbers: Any) -> Any:
+            if len(numbers) != count:
+                raise TypingError(f"the kernel takes {count} numbers, not {len(numbers)}")
+            return types.none(types.intp, types.UniTuple(types.int64, count)), _generate_call
+
+        return intrinsic(call)
+
+
+def _generate_call(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    address, numbers = args
+    given = [builder.extract_value(numbers, i) for i in range(numbers.type.count)]
+    signature = ir.FunctionType(ir.VoidType(), [number.type for number in given])
+    builder.call(builder.inttoptr(address, signature.as_pointer()), given)
+    return ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
 
 
 class CompileNotice(Listener):

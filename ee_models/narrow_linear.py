@@ -13,6 +13,8 @@ from torch import Tensor, uint8
 from .kernel_cache import cfunc
 from .kernels.numba_narrow import (
     bytes_per_token,
+    call_multiply,
+    call_split,
     look_ahead,
     multiplies_bfloat16,
     multiply,
@@ -20,7 +22,7 @@ from .kernels.numba_narrow import (
     split_tokens,
     tiles_from,
 )
-from .kernels.threads import KernelThreads, address_of, call_at, take
+from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM, _SPLIT_FROM = 1 << 18, 1 << 15
@@ -47,7 +49,7 @@ def _split(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         first, last = share * c.num_tokens // c.num_shares, (share + 1) * c.num_tokens // c.num_shares
-        call_at(c.split, (c.bits, c.x, c.num_inputs, c.terms, first, last))
+        call_split(c.split, (c.bits, c.x, c.num_inputs, c.terms, first, last))
         share = take(address_of(call))
 
 
@@ -57,7 +59,7 @@ def _multiply(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         of_tokens = c.bits, c.ahead, c.tiles_from, c.terms, c.num_tokens, c.num_inputs
-        call_at(c.multiply, (*of_tokens, c.panels, c.out, c.num_outputs, share, c.num_shares))
+        call_multiply(c.multiply, (*of_tokens, c.panels, c.out, c.num_outputs, share, c.num_shares))
         share = take(address_of(call))
 
 

@@ -12,8 +12,8 @@ from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
 from .kernel_cache import cfunc
-from .kernels.numba_gemm import multiply, pack, pad_bias
-from .kernels.threads import KernelThreads, address_of, call_at, take
+from .kernels.numba_gemm import call_multiply, multiply, pack, pad_bias
+from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 16
@@ -37,7 +37,7 @@ def _multiply(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         matrices = c.x, c.num_tokens, c.num_inputs, c.panels, c.size, c.bias, c.out, c.num_outputs
-        call_at(c.multiply, (*matrices, share, c.num_shares))
+        call_multiply(c.multiply, (*matrices, share, c.num_shares))
         share = take(address_of(call))
 
 

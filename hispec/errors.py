@@ -39,7 +39,7 @@ _WORDS = {
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must not be empty",  # no setting has another least length
-    "too_short": "must have {min_length} or more",
+    "too_short": "must have at least {min_length}",
 }
 
 

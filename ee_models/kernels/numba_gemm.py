@@ -147,3 +147,6 @@ def multiply(
                 _multiply_tile(count, rows, num_inputs, panel, size, its_bias, to_whole)
                 copy_tile(whole, count, columns, to, bytes_per_out)
             first += count
+
+
+call_multiply = multiply.caller

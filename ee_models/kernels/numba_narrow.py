@@ -229,6 +229,9 @@ def multiply(
             first += count
 
 
+call_split, call_multiply = split_tokens.caller, multiply.caller
+
+
 @cache
 def look_ahead() -> int:
     """The number of bytes that was fastest on this CPU, for one token to a whole tile of them together:

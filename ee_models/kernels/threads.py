@@ -247,18 +247,6 @@ def _call_with_two_intrinsic(_context: Any, function: Any, first: Any, second: A
     return types.none(types.intp, types.intp, types.intp), _generate_call
 
 
-def _call_at_intrinsic(_context: Any, function: Any, numbers: Any) -> Any:
-    """As `call`, of a `kernel_cache.Kernel`, with a tuple of its numbers."""
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        given = [builder.extract_value(args[1], i) for i in range(len(numbers))]
-        signature = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(given)).as_pointer()
-        builder.call(builder.inttoptr(args[0], signature), given)
-        return ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
-
-    return types.none(types.intp, types.UniTuple(types.int64, len(numbers))), generate
-
-
 def _now_intrinsic(_context: Any, clock: Any) -> Any:
     """Nanoseconds by the function at the address `clock`, of `find_clock`; 0 if that is 0."""
 
@@ -297,5 +285,4 @@ take: Any = intrinsic(_take_intrinsic)
 pointer: Any = intrinsic(_pointer_intrinsic)
 call: Any = intrinsic(_call_intrinsic)
 call_with_two: Any = intrinsic(_call_with_two_intrinsic)
-call_at: Any = intrinsic(_call_at_intrinsic)
 now: Any = intrinsic(_now_intrinsic)

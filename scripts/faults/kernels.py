@@ -243,8 +243,8 @@ FAULTS = (
     Fault(
         "layers in one call split tokens for int4 as for int8",
         "ee_models/fused_kernel.py",
-        "call_at(c.split_tokens, (bits, x, inputs, terms, first, last))",
-        "call_at(c.split_tokens, (8, x, inputs, terms, first, last))",
+        "numba_narrow.call_split(c.split_tokens, (bits, x, inputs, terms, first, last))",
+        "numba_narrow.call_split(c.split_tokens, (8, x, inputs, terms, first, last))",
         ("tests/ee_models/test_fused_pass.py",),
     ),
     Fault(

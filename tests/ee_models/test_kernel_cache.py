@@ -15,7 +15,7 @@ from ee_models.kernel_cache import PACKAGES, sources_of
 from tests.helpers.sweeps import sweep
 
 ROOT = Path(__file__).parents[2]
-COUNTS = "from ee_models.kernels.numba_narrow import count_bytes; print(count_bytes(4, 64)[0])"
+COUNTS = "from ee_models.kernels.numba_int8 import group_size; print(group_size(128) // 64)"
 OF_A_USER = """
 import numba
 from ee_models import kernel_cache
@@ -168,12 +168,11 @@ def test_functions_of_others_are_no_kernels(tmp_path: Path) -> None:
     assert printed == "2 2\n" and "compiling" not in said
 
 
-RELOADED = """
-import importlib, os, sys
+RELOADED = f"""
+import importlib
 from ee_models import kernel_cache
 importlib.reload(kernel_cache)
-from ee_models.kernels.numba_narrow import count_bytes
-print(count_bytes(4, 64)[0])
+{COUNTS}
 """
 
 

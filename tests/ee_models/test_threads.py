@@ -12,13 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numba import cfunc, types
+from numba import cfunc, njit, types
+from numba.core.errors import TypingError
 from numba.np.numpy_support import carray
 
+from ee_models.kernel_cache import Kernel
 from ee_models.kernels import threads
 from ee_models.kernels.threads import KernelThreads, address_of, count_team, pointer, take, wait
 
 COUNT = 1000
+
+
+@Kernel
+def add_to(address: int, number: int) -> None:
+    carray(pointer(address), 1, np.int64)[0] += number
+
+
+call_add_to = add_to.caller
 
 
 @cfunc(types.void(types.CPointer(types.int64)))
@@ -122,3 +132,21 @@ def test_fewer_threads_than_were_asked_for_do_all_of_the_work(tiny_path: Path, t
         found.append(torch.load(path, weights_only=True))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_kernel_is_called_by_address_with_as_many_numbers_as_it_takes() -> None:
+    @njit
+    def add_twice(kernel: int, address: int, number: int) -> None:
+        call_add_to(kernel, (address, number))
+        call_add_to(kernel, (address, 2 * number))
+
+    @njit
+    def add_nothing(kernel: int, address: int) -> None:
+        call_add_to(kernel, (address,))
+
+    total = np.zeros(1, np.int64)
+    add_to(total.ctypes.data, 5)
+    add_twice(add_to.address, total.ctypes.data, 7)
+    assert total[0] == 26
+    with pytest.raises(TypingError, match="the kernel takes 2 numbers, not 1"):
+        add_nothing(add_to.address, total.ctypes.data)

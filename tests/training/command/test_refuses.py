@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"recipe": "ngrams", "adapters": "left out", "loop": "left out", "ngrams": {"max_size": 9}},
         "ngrams.max_size: must be at most 8",
     ),
-    "no exits": ({"adapters": {"exits": []}}, "adapters.exits: must have 1 or more"),
+    "no exits": ({"adapters": {"exits": []}}, "adapters.exits: must have at least 1"),
     "no settings": ({"adapters": "left out"}, "recipe: adapters needs `adapters` with the exits to train"),
     "settings of another recipe": (
         {"layerskip": {}},
