@@ -463,12 +463,25 @@ def test_a_dead_engine_is_said_and_nobody_waits(tiny_path: Path, monkeypatch: py
         assert post(dying, **LONG).status_code == 503
 
 
-def test_requests_may_end_when_the_server_is_told_to(tiny_path: Path) -> None:
-    with serving(tiny_path) as ending, ThreadPoolExecutor(2) as clients:
+def test_requests_may_end_when_the_server_is_told_to(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tiny_path, engine={"max_run_ms": 0.0}) as ending, ThreadPoolExecutor(2) as clients:
+        step, is_held, goes_on = ending.llm.step, threading.Event(), threading.Event()
+
+        def held() -> Any:
+            if is_held.is_set():
+                assert goes_on.wait(30)
+            return step()
+
+        monkeypatch.setattr(ending.llm, "step", held)
         asked = [clients.submit(post, ending, **LONG) for _ in range(2)]
         wait_until(lambda: ending.engine.num_unfinished == 2)
+        is_held.set()
         for _ in range(3):  # as those that forward signals may
             ending.server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.5)  # for the server to end them, which it must not
+        goes_on.set()
         assert [each.result().status_code for each in asked] == [200, 200]
 
 
