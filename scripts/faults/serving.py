@@ -470,14 +470,14 @@ FAULTS = (
         "hispec/serving/run.py",
         "self._loop.call_soon_threadsafe(again)",
         "pass",
-        ("tests/serving/test_server.py",),
+        ("tests/serving/test_server_ends.py",),
     ),
     Fault(
         "SIGTERM that comes twice ends the server's requests at once",
         "hispec/serving/run.py",
         "elif sig == signal.SIGINT:",
         "else:",
-        ("tests/serving/test_server.py",),
+        ("tests/serving/test_server_ends.py",),
     ),
     Fault(
         "the page of a report replaces any file",

@@ -44,6 +44,13 @@ def test_a_standard_stream_that_is_closed_is_told(number: int) -> None:
     )
 
 
+def test_a_standard_input_that_is_closed_is_empty() -> None:
+    command = "[sys.executable, '-m', 'hispec', 'generate', '--model', 'fake', '-']"
+    code = f"import os, sys; os.close(0); os.execv(sys.executable, {command})"
+    run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith("hispec: ") and "Traceback" not in run.stderr
+
+
 def test_python_m_hispec_is_the_command() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "hispec", "--version"],

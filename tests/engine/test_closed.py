@@ -13,7 +13,7 @@ import pytest
 from ee_models.decoder import Decoder
 from hispec import LLM, ClosedError, HiSpecError, SamplingParams
 from hispec.engine import Engine
-from tests.helpers.forked import needs_fork, said_in_a_fork
+from tests.helpers.forked import said_in_a_fork
 from tests.helpers.support import GREEDY, make_engine
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -103,7 +103,6 @@ def test_an_llm_whose_engine_was_closed_is_closed(tiny_path: Path) -> None:
     check_all(llm, OF_LLM)
 
 
-@needs_fork
 def test_a_fork_says_so_and_does_not_wait_for_threads(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder)
     engine.add_request([1, 2], GREEDY)
@@ -118,7 +117,6 @@ def test_a_fork_says_so_and_does_not_wait_for_threads(tiny_decoder: Decoder) -> 
     assert engine.step(), "the process that made it goes on"
 
 
-@needs_fork
 def test_an_llm_in_a_fork_says_so_and_leaves_the_trace_alone(tiny_path: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=16, max_run_ms=0.0, trace=str(trace)) as llm:

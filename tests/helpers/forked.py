@@ -8,11 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from hispec import HiSpecError
-
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks, not Windows")
 
 
 def said_in_a_fork(call: Callable[[], Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from hispec.serving.run import Server, listen
 from hispec.serving.server_config import ServerConfig
 
 SMALL: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 4}
+LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": 100, "temperature": 0.0, "ignore_eos": True}
 
 
 @dataclass
@@ -75,3 +77,12 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < until, "it did not come to pass"
         time.sleep(0.005)
+
+
+def post(server: Running, path: str = "completions", **body: Any) -> httpx.Response:
+    return server.http.post(f"/v1/{path}", json=body)
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

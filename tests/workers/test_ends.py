@@ -26,7 +26,7 @@ from hispec.workers.launch import LocalLauncher
 from hispec.workers.messages import Setup
 from hispec.workers.shares import make_shares
 from hispec.workers.start import start_of
-from tests.helpers.forked import needs_fork, said_in_a_fork
+from tests.helpers.forked import said_in_a_fork
 from tests.helpers.interrupts import Interrupts
 from tests.helpers.sweeps import sweep
 from tests.workers.support import SMALL, all_pids, is_alive, linux, pool, wait_until, worker_pids
@@ -144,7 +144,6 @@ def test_workers_ignore_ctrl_c(two: LLM, one: LLM) -> None:
     assert generate(two) == generate(one) and all_pids(two) == pids
 
 
-@needs_fork
 def test_a_fork_of_the_llms_process_says_so_and_ends_nothing(two: LLM, one: LLM) -> None:
     pids = all_pids(two)
     calls: dict[str, Callable[[], Any]] = {
