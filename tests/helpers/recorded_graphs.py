@@ -65,7 +65,7 @@ class _Recorder(TorchDispatchMode):
 def _that_compute(
     operations: list[tuple[Any, Any, Any, Any]],
 ) -> Iterator[tuple[Any, Any, Any, list[Tensor]]]:
-    """All but views, which are there already, with the tensors that they make: none if they write in place."""
+    """All but views, which are there already, with the tensors that they make: none in place."""
     for func, args, kwargs, result in operations:
         held = _tensors(result)
         read = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
