@@ -23,7 +23,6 @@ class HiddenBuffer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.window = window
         # Zeros, not empty: padding is computed too, and must be finite.
         self._storage = torch.zeros(num_exits, num_rows * window + 1, hidden_size, dtype=dtype, device=device)
         self.data = self._storage[:, :-1].unflatten(1, (num_rows, window))

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from hispec import LLM, SamplingParams
 from hispec.config import DraftConfig
-from hispec.decoding.acceptance import Judge, Proposals
+from hispec.decoding.acceptance import Judge, Proposals, Source
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
-from hispec.decoding.drafter import Draft, Drafter, Source, count_allowed
+from hispec.decoding.drafter import Draft, Drafter, count_allowed
 from hispec.decoding.stages import Stages
 from hispec.drafters.make import register_drafter
 
 
 class BigramDrafter(Drafter):
-    def __init__(self, judge: Judge, vocab_size: int, device: torch.device) -> None:
-        self._judge = judge
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._next = torch.zeros(vocab_size, dtype=torch.int64, device=device)
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -38,13 +37,11 @@ class BigramDrafter(Drafter):
         for step in range(1, tree.depth + 1):
             token = self._next[token]
             batch.put_tokens(first + step, token, counts >= step)
-        proposals = Proposals(tree, first, counts)
-        self._judge.record_lookups(batch, proposals)
-        return Draft(proposals, torch.full_like(first, Source.LOOKED_UP))
+        return Draft(Proposals(tree, first, counts), Source.LOOKED_UP)
 
 
 def make(draft: DraftConfig, stages: Stages, judge: Judge, max_num_seqs: int, max_model_len: int) -> Drafter:
-    return BigramDrafter(judge, stages.vocab_size, stages.device)
+    return BigramDrafter(stages.vocab_size, stages.device)
 
 
 def main(model: str, **settings: Any) -> tuple[list[int], list[int], dict[str, Any]]:

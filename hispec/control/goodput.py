@@ -27,7 +27,7 @@ from .route_costs import (
     VERIFY_SLOT,
     Passes,
     PlanCosts,
-    slots_of,
+    stages_by_slot,
     static_passes,
 )
 
@@ -105,7 +105,7 @@ class PlanGrid:
         self.routes, self._latency = tuple(routes), latency
         self.num_drafts = max((route.most_drafts for route in routes), default=1)
         kinds = [*routes, None]
-        self._slots = [slots_of(route, along) for route in kinds]
+        self._slots = [stages_by_slot(route, along) for route in kinds]
         self._looks_up = np.array([route is not None and not route.traits.computes for route in kinds])
         self._in_trunk = np.array([route is not None and route.traits.in_trunk for route in kinds])
         self._computed = np.array([route.most_computed if route else 0 for route in kinds], np.int64)

@@ -21,7 +21,7 @@ LOOKUP_SLOT, COLD_SLOT, FEED_SLOT, DRAFT_SLOT, FILL_SLOT, CHECK_SLOT, BARE_SLOT,
 Passes = NDArray[np.float64]  # [3, slots, plans]
 
 
-def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]]:
+def stages_by_slot(route: Route | None, along: Collection[int]) -> dict[int, list[str]]:
     """Names of the stages by slot; those of a slot are run over the same places. None = plain decoding.
     along: exits whose KV every round writes from whatever pass goes through their layer, unless the round
     computes it anyway."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -21,6 +22,19 @@ from ..sampling.sampler import draw
 from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
 from .stages import Tier
+
+
+class Source(IntEnum):
+    """How drafts were made: computed (by an exit or a model), or looked up in a text."""
+
+    COMPUTED = 0
+    LOOKED_UP = 1
+
+    @staticmethod
+    def of(looked_up: Tensor) -> Tensor:
+        """Of rows that were looked up where looked_up [rows] bool holds, and computed elsewhere: [rows]
+        int64."""
+        return looked_up.long()
 
 
 @dataclass(frozen=True)
@@ -136,8 +150,9 @@ class Judge(Protocol):
         """The `num` likeliest tokens [tokens, num] after each token of the span: drafts, and all of plain
         decoding."""
 
-    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
-        """Takes note of drafts that were not chosen from logits."""
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals, source: Tensor | int) -> None:
+        """Takes note of drafts that were not chosen from logits: of rows whose source [rows], or that of all,
+        is Source.LOOKED_UP."""
 
     def judge(
         self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals
@@ -154,8 +169,6 @@ class CoupledJudge:
     None = always. Verify keeps only what it would have chosen.
     """
 
-    asks_probability = False
-
     def __init__(self, check_confidence: float | None = None) -> None:
         self.check_confidence = check_confidence
         self.asks_probability = check_confidence is not None
@@ -165,7 +178,7 @@ class CoupledJudge:
             return logits.likeliest().unsqueeze(-1)
         return batch.sampler.choose_top(logits.wide(), make_sampling_input(batch, span), num)
 
-    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals, source: Tensor | int) -> None:
         """Nothing: who made a draft does not matter."""
 
     def find_unsure(self, logits: Logits, own: Tensor) -> Tensor | None:
@@ -256,10 +269,14 @@ class RejectionJudge:
             q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)
         ).unsqueeze(-1)
 
-    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals, source: Tensor | int) -> None:
         """Notes that a draft that was looked up had probability 1."""
+        if not isinstance(source, Tensor) and source != Source.LOOKED_UP:
+            return
         columns = proposals.columns()
         looked_up = proposals.tree.on(columns.device).nodes[1:] <= proposals.counts.unsqueeze(-1)
+        if isinstance(source, Tensor):
+            looked_up &= (source == Source.LOOKED_UP).unsqueeze(-1)
         rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1) * batch.window
         before = torch.where(looked_up, rows + columns - 1, -1)
         kept = self._kept[Tier.DRAFT]

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from cache.view import BatchView
 
 from ..errors import HiSpecError
 from ..utils.memory import is_out_of_memory
-from .acceptance import Proposals
+from .acceptance import Proposals, Source
 from .batch import RoundBatch
 from .draft_tree import DraftTree
 from .row_steps import count_live
@@ -38,11 +37,15 @@ class DrafterError(HiSpecError, RuntimeError):
 @contextmanager
 def guarded(drafter: object) -> Iterator[None]:
     """Turns whatever a drafter raises into a DrafterError: a heuristic must not take requests down. An
-    invariant of ours that is broken is no heuristic's."""
+    invariant of ours that a drafter of ours finds broken is no heuristic's."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, AssertionError) and _is_raised_by_us(error):
+        if (
+            isinstance(error, AssertionError)
+            and _is_ours(type(drafter).__module__)
+            and _is_raised_by_us(error)
+        ):
             raise
         raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
 
@@ -50,20 +53,11 @@ def guarded(drafter: object) -> Iterator[None]:
 def _is_raised_by_us(error: BaseException) -> bool:
     """Whether it was raised in a package of this project."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in OUR_PACKAGES
+    return _is_ours(str(frame.f_globals.get("__name__", "")))
 
 
-class Source(IntEnum):
-    """How drafts were made: computed (by an exit or a model), or looked up in a text."""
-
-    COMPUTED = 0
-    LOOKED_UP = 1
-
-    @staticmethod
-    def of(looked_up: Tensor) -> Tensor:
-        """Of rows that were looked up where looked_up [rows] bool holds, and computed elsewhere: [rows]
-        int64."""
-        return looked_up.long()
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in OUR_PACKAGES
 
 
 @dataclass(frozen=True)
@@ -127,18 +121,13 @@ class Drafter:
         return 0
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Called before each round with (number, prompt and committed output) of the request in each row."""
+        """Called with (number, prompt and committed output) of the request in each row, before each round
+        that may draft: not before rounds of plain decoding that a controller has chosen, nor where no row has
+        room for a draft."""
 
     def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
         """Called after `advance` with (number, prompt and committed output) of the requests that take these
         rows, whose former ones have ended; what is known of the other rows stays."""
-
-    @property
-    def can_join(self) -> bool:
-        """Whether requests may take rows before the host has read the last round: not so if only `follow`
-        would tell the drafter of them."""
-        kind = type(self)
-        return kind.join is not Drafter.join or kind.follow is Drafter.follow
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         """Called when a request has ended by itself with this output. One that was aborted, or ended with an
@@ -146,12 +135,13 @@ class Drafter:
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Called with prompt tokens [tokens] that the trunk has just computed, at the same positions and
-        slots."""
+        slots. Not with those that were found in the prefix cache; and in passes of static shape with padding
+        at slot -1, too."""
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
         """Writes up to `count_allowed` drafts of each row into batch.tokens, as nodes of `tree` whose node 0
-        is the token in column first [rows]. Drafts that `Judge.choose` did not choose are to be reported to
-        `Judge.record_lookups`."""
+        is the token in column first [rows], a copy. Drafts that `Judge.choose` did not choose are to have
+        Source.LOOKED_UP."""
         raise NotImplementedError
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
@@ -166,6 +156,13 @@ class Drafter:
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
         """Called when columns of the window were copied, as by `Stages.move`: what the drafter keeps of them
         goes along."""
+
+
+def waits_for_follow(drafter: Drafter) -> bool:
+    """Whether only `follow` would tell the drafter of requests that take rows: not before the host has read
+    the last round."""
+    kind = type(drafter)
+    return kind.join is Drafter.join and kind.follow is not Drafter.follow
 
 
 def count_allowed(batch: RoundBatch, first: Tensor, tree: DraftTree) -> Tensor:

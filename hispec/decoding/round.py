@@ -114,11 +114,13 @@ class Round:
         assert self.drafter is not None
         batch, tree = self.batch, DraftTree.of(self.plan)
         with guarded(self.drafter):
-            draft = self.drafter.propose(batch, first, tree)
+            # A copy, since this is read on, and may be a tensor of all rounds: drafters come from outside.
+            draft = self.drafter.propose(batch, first.clone(), tree)
             draft.check(batch.num_rows)
         found = replace(draft.proposals, tree=tree, first=first)
         counts, num_live = take_drafts(batch, found, draft.source, notes, cycle, self.stages.vocab_size)
         proposals = replace(found, counts=counts)
+        self.judge.record_lookups(batch, proposals, draft.source)
         if batch.watch is not None:
             batch.watch.record_drafts(batch.tokens, proposals.columns(), counts)
         return proposals, num_live

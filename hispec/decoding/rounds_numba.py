@@ -21,8 +21,8 @@ from ee_models.kernels.threads import call_with_two, pointer
 from ee_models.pass_structures import PLACES
 
 from .accept_numba import _accept
+from .acceptance import Source
 from .addresses_numba import _locate
-from .drafter import Source
 from .row_steps_numba import _count_live, _end_check, _end_verify, _take_drafts
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
@@ -91,9 +91,11 @@ class Rounds(ctypes.Structure):
 
     cycle, depth, num_done, most_rounds   draft cycle of the round, tokens that the exit has drafted in it
                       (-1: it is fed what was looked up), rounds that are done, and at most
+    num_drafts, num_checks   K and R of the plan
     num_computed      drafts of an exit in a cycle; 0 = no exit drafts
     has_check, is_gated, tests_drafts, tests_check   whether there is a check, whether a cycle follows only if
                       the check is sure, whether an exit drafts, and a check overrules, only if it is
+    num_blocks, most_tokens   of a row's block table, and of a pass: rows * window
     propose, extend, lookups, index   functions of a compiled drafter that looks up, their first argument, to
                       be filled, and their second; 0 = nothing is looked up
     tables, tokens    as RoundBatch has them; of_rows: see Row
@@ -104,7 +106,7 @@ class Rounds(ctypes.Structure):
     notes             [most_rounds, rows, 3 + 3 R]: committed, tentative, accepted; by cycle drafted, kept,
                       source
     evidence          [rows] float32: as RoundResult, of all rounds
-    flags             [2, tokens] bool: scratch
+    flags             [2, most_tokens + rows] bool: scratch
     """
 
     _fields_ = [

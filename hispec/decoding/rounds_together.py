@@ -76,10 +76,10 @@ def _compiled_of(drafter: Drafter | None) -> CompiledDrafter | None:
 def can_link(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None) -> bool:
     """Whether rounds of the plan are one call, if their rows take the likeliest token and no exit is
     watched."""
-    compiled = _compiled_of(drafter)
-    if type(judge) is not CoupledJudge or plan.num_branches != 1 or compiled is None:
+    if type(judge) is not CoupledJudge or plan.num_branches != 1 or not runs_numba(stages.device):
         return False
-    if not runs_numba(stages.device):
+    compiled = _compiled_of(drafter)
+    if compiled is None:
         return False
     from . import rounds_linked
 

@@ -80,13 +80,18 @@ def take_drafts(
 ) -> tuple[Tensor, Tensor]:
     """As `row_steps.take_drafts`, which says what of."""
     out = np.empty((2, first.shape[0]), np.int64)
-    sources, source_of_all = (source.numpy(), 0) if isinstance(source, Tensor) else (_ANY, int(source))
+    # What drafters give may lie in any order, for which another kernel would be compiled.
+    sources, source_of_all = _ANY, 0
+    if isinstance(source, Tensor):
+        sources = source.contiguous().numpy()
+    else:
+        source_of_all = int(source)
     _take_drafts(
         tokens.numpy(),
         limits.numpy(),
         first.numpy(),
         _ANY if most_drafts is None else most_drafts.numpy(),
-        proposed.numpy(),
+        proposed.contiguous().numpy(),
         sources,
         source_of_all,
         drafted.numpy(),

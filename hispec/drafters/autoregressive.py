@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..decoding.acceptance import Judge, Proposals
+from ..decoding.acceptance import Judge, Proposals, Source
 from ..decoding.batch import RoundBatch, Span
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source
+from ..decoding.drafter import CompiledDrafter, Draft, Drafter
 from ..decoding.row_steps import count_live
 from ..decoding.stages import Pass, Stages, Tier
 from ..sampling.logits import Logits

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..decoding.acceptance import Proposals
+from ..decoding.acceptance import Proposals, Source
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source
+from ..decoding.drafter import CompiledDrafter, Draft, Drafter
 from ..decoding.row_steps import count_live, zeros
 from ..decoding.stages import Stages
 from .autoregressive import ComputedDrafter, DraftHead

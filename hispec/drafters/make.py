@@ -41,8 +41,8 @@ def register_drafter(kind: str, make: DrafterMaker, traits: DraftKindTraits | No
 
 
 class DrafterFactory:
-    """Makes the drafters of plans that share their buffers. Drafters that keep state of each request (prompt
-    lookup, a draft model) are made once and shared between plans."""
+    """Makes the drafters of plans that share their buffers. What keeps state of each request (prompt lookup,
+    a draft model's KV) is made once and shared between plans."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DrafterFactory:
 
     @property
     def shared(self) -> tuple[Drafter, ...]:
-        """The drafters made so far that keep state of requests."""
+        """The drafters made so far that keep state of requests, of those that share it one."""
         models = () if self._model is None else (self._model,)
         return *self._ngrams.values(), *models, *self._registered
 
@@ -75,31 +75,33 @@ class DrafterFactory:
         SpeculativeConfig.draft_confidence."""
         match draft.kind:
             case "ngram":
-                return self._ngram(draft, stages.device, judge)
+                return self._ngram(draft, stages.device)
             case "exit" | "adapter":
                 return ComputedDrafter(ExitHead(stages, draft_layer), judge, confidence)
             case "hybrid":
                 head = ExitHead(stages, draft_layer)
                 computed = ComputedDrafter(head, judge, confidence)
-                ngram = self._ngram(draft, stages.device, judge)
+                ngram = self._ngram(draft, stages.device)
                 return HybridDrafter(ngram, computed, head, draft.num_exit_tokens)
             case "model":
-                if self._model is None:
-                    assert self._draft_model is not None and self._draft_kv is not None
-                    model = ModelHead(
-                        self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts
-                    )
-                    self._model = ModelDrafter(model, judge, confidence)
-                return self._model
+                made = ModelDrafter(self._model_head(stages.vocab_size), judge, confidence)
+                self._model = self._model or made
+                return made
             case kind:
                 sizes = self._max_num_seqs, self._max_model_len
                 self._registered.append(_REGISTERED[kind](draft, stages, judge, *sizes))
                 return self._registered[-1]
 
-    def _ngram(self, draft: DraftConfig, device: torch.device, judge: Judge) -> NgramDrafter:
+    def _model_head(self, vocab_size: int) -> ModelHead:
+        if self._model is not None:
+            return self._model.head
+        assert self._draft_model is not None and self._draft_kv is not None
+        return ModelHead(self._draft_model, self._draft_kv, vocab_size, self._draft_counts)
+
+    def _ngram(self, draft: DraftConfig, device: torch.device) -> NgramDrafter:
         sizes = draft.lookup
         assert sizes is not None
         if sizes not in self._ngrams:
             limits = self._max_num_seqs, self._max_model_len
-            self._ngrams[sizes] = NgramDrafter(sizes, judge, *limits, device, self._tables)
+            self._ngrams[sizes] = NgramDrafter(sizes, *limits, device, self._tables)
         return self._ngrams[sizes]

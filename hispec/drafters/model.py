@@ -30,10 +30,6 @@ class ModelHead:
         self._kv = kv
         self._stages = Stages(decoder, config.num_layers, kv, None, counts)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._kv.num_bytes
-
     def logits(self, batch: RoundBatch, span: Span, asks_probability: bool) -> Logits:
         over = replace(self._pass(batch, span), asks_probability=asks_probability)
         logits = self._stages.compute(_unwatched(batch), span, over)
@@ -69,18 +65,14 @@ def _unwatched(batch: RoundBatch) -> RoundBatch:
 
 
 class ModelDrafter(ComputedDrafter):
-    """Drafts by a separate model."""
+    """Drafts by a separate model. All plans' have one head, and its KV."""
 
     def __init__(self, head: ModelHead, judge: Judge, confidence: float | None = None) -> None:
         super().__init__(head, judge, confidence)
-        self._model = head
-
-    @property
-    def num_bytes(self) -> int:
-        return self._model.num_bytes
+        self.head = head
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
-        self._model.prefill(token_ids, view)
+        self.head.prefill(token_ids, view)
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
-        self._model.move(batch, sources, targets)
+        self.head.move(batch, sources, targets)

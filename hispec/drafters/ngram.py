@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import NgramConfig
-from ..decoding.acceptance import Judge, Proposals
+from ..decoding.acceptance import Proposals, Source
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source, count_allowed
+from ..decoding.drafter import CompiledDrafter, Draft, Drafter, count_allowed
 from ..utils.uploads import write
 from .lookup import Guesses, Lookup
 from .ngram_learner import NgramLearner
@@ -52,14 +52,12 @@ class NgramDrafter(Drafter):
     def __init__(
         self,
         config: NgramConfig,
-        judge: Judge,
         max_num_seqs: int,
         max_len: int,
         device: torch.device,
         tables: Sequence[NgramTable] = (),
     ) -> None:
         """tables: on `device`, the one that config names among them if it needs one."""
-        self._judge = judge
         self._learner: NgramLearner | None = None
         self._num_guess_bytes, guesses = 0, None
         if config.guess_confidence is not None:
@@ -161,6 +159,4 @@ class NgramDrafter(Drafter):
             count_allowed(batch, first, tree),
             batch.max_context_len,
         )
-        proposals = Proposals(tree, first, counts)
-        self._judge.record_lookups(batch, proposals)
-        return Draft(proposals, Source.LOOKED_UP)
+        return Draft(Proposals(tree, first, counts), Source.LOOKED_UP)

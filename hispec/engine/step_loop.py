@@ -168,6 +168,7 @@ class StepLoop:
             if request.finish_reason is None  # else it ended after the round was launched
         ]
         rows = [each for each in live if math.isfinite(each[2].evidence)]
+        assert all(outcome.token_ids for _, _, outcome in rows), "a round that commits nothing never ends"
         if len(rows) < len(live):
             self.flight = None  # it goes on from what was not committed
         is_timed = self._is_timed and flight.is_timed

@@ -194,7 +194,7 @@ class Rig:
     def lookup(self, rows: int, most: int) -> Timed:
         """One proposal of prompt lookup in each row."""
         batch = self._batch(rows, most + 1)
-        drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
+        drafter = NgramDrafter(NgramConfig(), rows, len(self._context), self._device)
         drafter.follow([(row, self._context) for row in range(rows)])
         compiled = drafter.compiled()
         if compiled and compiled.lookup and self._stages.can_link({0: Pass(0, self._num_layers)}):

@@ -15,7 +15,6 @@ from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
 from ..config import NgramConfig
-from ..decoding.acceptance import CoupledJudge
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..drafters.ngram import NgramDrafter
@@ -204,7 +203,7 @@ def look_up(
     """
     num_rows = batch_size if sizes.keeps_outputs else _ROWS
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
-    drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device, tables)
+    drafter = NgramDrafter(sizes, num_rows, longest, device, tables)
     counts = [np.zeros(len(answer.token_ids) + 1, np.int64) for answer in answers]
     tokens = [np.full((len(answer.token_ids) + 1, most), NOTHING, np.int64) for answer in answers]
     tasks = list(dict.fromkeys(answer.task for answer in answers))

@@ -22,7 +22,7 @@ from ..control.route_costs import (
     SLOTS,
     VERIFY_SLOT,
     layers_of,
-    slots_of,
+    stages_by_slot,
     static_passes,
 )
 from ..latency.drift import STEADY, Drift
@@ -115,7 +115,7 @@ def round_costs(
     if plan is None:
         return {num: RoundCost(times.of_pass(["plain"], num), num_layers) for num in rows}
     route = route_of(plan)
-    slots, layers_in = slots_of(route, ()), np.append(layers_of(route, num_layers), route.draft_layer)
+    slots, layers_in = stages_by_slot(route, ()), np.append(layers_of(route, num_layers), route.draft_layer)
     # Draft passes are measured with one position of each row; those of an exit over several cost what their
     # parts do: the layers, then the exit's logits.
     slots[_WIDE_SLOT] = (

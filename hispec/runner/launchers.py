@@ -48,7 +48,6 @@ class Rows:
     context_len    positions that any row may reach
     keeps_logits   whether logits are read after the round
     watches        whether the predictions of exits that are not in use are recorded
-    most_places    places that any row may process in a round
     num_rounds     rounds that run as one call at most; 0: one that does not
     ends           positions that each row has KV blocks for
     """
@@ -58,9 +57,13 @@ class Rows:
     context_len: int
     keeps_logits: bool
     watches: bool = False
-    most_places: int = 0
     num_rounds: int = 0
     ends: Sequence[int] = ()
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether any has places for more than the token before."""
+        return bool(np.minimum(self.inputs[Input.CAP], self.inputs[Input.ROOM]).max() > 1)
 
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
@@ -68,14 +71,12 @@ class Flight:
     """A round that was launched. Whoever launches it adds what that cost; nobody else changes one.
 
     outcomes       waits until the device has done it -> one RowOutcome per row
-    tokens         [rows, window + 1] as RoundBatch.tokens, on the device
     layer_passes   layers of the model that it ran
     draft_model_layer_passes   layers of a draft model that it ran
     pass_s         seconds in passes of draft, check and verify; zeros on a GPU
     launched_s     when it was launched, by time.perf_counter
     route          index of the controller's route
     is_timed       whether its time is that of a round alone: not so if it was captured too
-    num_rounds     rounds that ran together
     """
 
     runtime: PlanRuntime
@@ -83,14 +84,12 @@ class Flight:
     rows: Rows
     result: RoundResult
     outcomes: Callable[[], list[RowOutcome]]
-    tokens: Tensor
     layer_passes: int = 0
     draft_model_layer_passes: int = 0
     pass_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     launched_s: float = 0.0
     route: int | None = None
     is_timed: bool = True
-    num_rounds: int = 1
 
     @property
     def extra_kv(self) -> frozenset[ExtraKV]:
@@ -162,7 +161,7 @@ class PackedLauncher:
             outcomes = partial(read_rows, result, batch.watch, plan)
         else:
             outcomes = partial(unpack, pack(result, batch.watch), plan)
-        return Flight(runtime, plan, rows, result, outcomes, result.tokens, num_rounds=result.num_rounds)
+        return Flight(runtime, plan, rows, result, outcomes)
 
     def advance(self, flight: Flight) -> None:
         raise NotImplementedError
@@ -213,13 +212,13 @@ class StaticLauncher:
         drafter = flight.drafter
         # Not captured, since a capture would do it twice; and the device is busy with the round before.
         counts = flight.result.counts
-        self._sampler.advance(flight.tokens, counts)
+        self._sampler.advance(flight.result.tokens, counts)
         if drafter is not None:
             with guarded(drafter):
                 drafter.advance(
                     self._batch(flight.plan, len(counts), flight.rows.context_len, STATIC), counts
                 )
-        advance(self._inputs, flight.tokens, counts)
+        advance(self._inputs, flight.result.tokens, counts)
 
     def launch_next(self, flight: Flight, rows: Rows, changed: Sequence[int]) -> Flight:
         if changed:
@@ -254,9 +253,7 @@ class StaticLauncher:
         self._downloads.settle()  # a replay writes where the round before has left its results
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
         wait = self._downloads.begin(packed)
-        return Flight(
-            runtime, plan, rows, result, lambda: unpack(wait(), plan), self._window(plan)[:num_rows]
-        )
+        return Flight(runtime, plan, rows, result, lambda: unpack(wait(), plan))
 
     def _batch(
         self,

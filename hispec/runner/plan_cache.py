@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..utils.memory import free_bytes, free_memory_bytes, mb, or_too_large
-from .plan_runtime import PlanRuntime, make_plan_runtime
+from .plan_runtime import PlanRuntime, make_plan_runtime, memory_of
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
 MOST_KEPT = 16
@@ -78,11 +77,8 @@ class PlanCache:
         return list(self._kept.values())
 
     def memory(self) -> dict[str, int]:
-        """PlanRuntime.memory() of all plans that are kept, which share KV."""
-        total = Counter[str]()
-        for runtime in self.kept:
-            total.update(runtime.memory())
-        return {**total, "kv_bytes": self.runtime.kv.num_bytes}
+        """`memory_of` all plans that are kept."""
+        return memory_of(self.kept)
 
     def release(self) -> None:
         """Gives the KV memory back."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
@@ -20,6 +21,13 @@ from ..errors import ConfigError
 from ..scheduling.request import ExtraKV
 from .plan_checks import check_plan
 from .plan_spec import Counters, EngineSizes, Models, PlanSpec
+
+_PURPOSES = "kv_bytes", "hidden_bytes", "exit_bytes", "drafter_bytes", "probability_bytes"
+
+
+class _Holder(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,18 +98,25 @@ class PlanRuntime:
         for kv in self.kvs:
             kv.release()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes allocated by purpose; what routes share counts once."""
-        judge = next(
-            (each.judge for each in (self, *self.routes) if isinstance(each.judge, RejectionJudge)), None
-        )
-        return {
-            "kv_bytes": self.kv.num_bytes,
-            "hidden_bytes": self.hidden.num_bytes,
-            "exit_bytes": sum(exit_.num_bytes for exit_ in self.models.exits),
-            "drafter_bytes": sum(drafter.num_bytes for drafter in self.drafters),
-            "probability_bytes": judge.num_bytes if judge is not None else 0,
-        }
+    def held(self) -> Iterator[tuple[str, _Holder]]:
+        """What holds memory, with its purpose; several runtimes may share it."""
+        yield "kv_bytes", self.kv
+        yield "hidden_bytes", self.hidden
+        yield from (("exit_bytes", exit_) for exit_ in self.models.exits)
+        yield from (("drafter_bytes", drafter) for drafter in self.drafters)
+        if self.draft_kv is not None:
+            yield "drafter_bytes", self.draft_kv
+        judges = [each.judge for each in (self, *self.routes) if isinstance(each.judge, RejectionJudge)]
+        yield from (("probability_bytes", each) for each in judges[:1])  # routes' have one memory
+
+
+def memory_of(runtimes: Iterable[PlanRuntime]) -> dict[str, int]:
+    """Bytes allocated by purpose; what they share counts once."""
+    total = dict.fromkeys(_PURPOSES, 0)
+    holders = {id(holder): (purpose, holder) for each in runtimes for purpose, holder in each.held()}
+    for purpose, holder in holders.values():
+        total[purpose] += holder.num_bytes
+    return total
 
 
 def make_plan_runtime(

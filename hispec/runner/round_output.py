@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..config import Plan
 from ..control.choice import Choice, Observation, Shadow
+from ..decoding.acceptance import Source
 from ..decoding.batch import RoundResult, Watch
-from ..decoding.drafter import Source
 from ..outputs import TokenTier
 from ..scheduling.policy import Service
 from ..stats import RowRound

@@ -53,6 +53,11 @@ def _may_be_one_call(request: Request) -> bool:
     )
 
 
+def _route(runtime: PlanRuntime, choice: Choice) -> int | None:
+    """Index of the controller's route that is chosen; None if nothing is to choose from."""
+    return choice.route if runtime.routes else None
+
+
 def num_together(max_run_ms: float, round_ms: float) -> int:
     """Rounds that run together, if each takes so long."""
     return min(_MOST_TOGETHER, max(1, int(max_run_ms / round_ms)))
@@ -89,8 +94,8 @@ class RoundRunner:
         self._block_size, self._max_model_len = config.block_size, max_model_len
         self._on_failure = on_failure
         self.max_run_ms = config.max_run_ms if device.type == "cpu" else 0.0
-        # Milliseconds of the last round of each plan, and its rows.
-        self._last_rounds: dict[Plan, tuple[float, int]] = {}
+        # Milliseconds of the last round of each route's plan, and its rows.
+        self._last_rounds: dict[tuple[int | None, Plan], tuple[float, int]] = {}
         if self.max_run_ms > 0.0:
             prepare(device)
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
@@ -137,15 +142,15 @@ class RoundRunner:
             return 0
         if not all(map(_may_be_one_call, requests)):
             return 0
-        plan, window = choice.plan, choice.plan.window
-        if not plan.is_plain and all(request.cap(window) == 1 for request in requests):
-            plan = PLAIN  # as `launch` has it where no row may speculate
-        elif not plan.is_plain and not self._can_link(runtime.for_route(choice.route), plan, requests):
+        route, plan, window = _route(runtime, choice), choice.plan, choice.plan.window
+        if plan.is_plain or all(request.cap(window) == 1 for request in requests):
+            route, plan = None, PLAIN  # as `launch` has it where no row may speculate
+        elif not self._can_link(runtime.for_route(route), plan, requests):
             return 0
         if any(request.params.stop for request in requests):
             return 1
         # More rows take longer: at most in proportion.
-        round_ms, num_rows = self._last_rounds.get(plan, (math.inf, 1))
+        round_ms, num_rows = self._last_rounds.get((route, plan), (math.inf, 1))
         num = num_together(self.max_run_ms, round_ms * max(1.0, len(requests) / num_rows))
         return min([num, *(request.max_tokens - request.num_output for request in requests)])
 
@@ -166,15 +171,15 @@ class RoundRunner:
         limits: the places that each row may process, by row. If the drafter fails, the round is one of plain
         decoding; and so are all further rounds of its requests, if there is no other drafter."""
         started_s, running = time.perf_counter(), self._scheduler.running
-        route = choice.route if runtime.routes else None
-        runtime = runtime.for_route(choice.route)
+        route = _route(runtime, choice)
+        runtime = runtime.for_route(route)
         requests = [running[row] for row in limits]
         assert all(request.is_ready for request in requests), "all but the last committed token are computed"
         self._load_sampler(running)
         rows = make_rows(running, choice, limits, num_together)
         if choice.plan.is_plain:
             return self._launch_rounds(runtime, PLAIN, rows, None, started_s)
-        if runtime.drafter is not None and rows.most_places > 1:  # else no row may speculate
+        if runtime.drafter is not None and rows.may_draft:
             try:
                 with guarded(runtime.drafter):
                     runtime.drafter.follow([(request.number, request.token_ids) for request in running])
@@ -202,9 +207,10 @@ class RoundRunner:
         """One round, or several that run together, which tell how long the next ones take."""
         began_s = time.perf_counter()
         flight = self._launch(runtime, plan, rows, route, started_s)
-        round_ms = 1e3 * seconds_since(began_s) / flight.num_rounds
-        self._last_rounds[plan] = max(round_ms, _LEAST_ROUND_MS), len(rows.requests)
-        self._scheduler.ran_on(flight.num_rounds - 1)
+        num_rounds = flight.result.num_rounds
+        round_ms = 1e3 * seconds_since(began_s) / num_rounds
+        self._last_rounds[route, plan] = max(round_ms, _LEAST_ROUND_MS), len(rows.requests)
+        self._scheduler.ran_on(num_rounds - 1)
         return flight
 
     def reserve_next(self, flight: Flight, left: Sequence[tuple[int, Request]]) -> int | None:
@@ -272,7 +278,7 @@ class RoundRunner:
     def advance_sampler(self, flight: Flight) -> None:
         """Tells the sampler what `flight`, which was read, has committed; no other round is in flight."""
         try:
-            self._sampler.advance(flight.tokens, flight.result.counts)
+            self._sampler.advance(flight.result.tokens, flight.result.counts)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

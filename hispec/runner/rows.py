@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ..control.choice import Choice
+from ..decoding.drafter import waits_for_follow
 from ..scheduling.request import Request
 from .launchers import Flight, Rows
 from .round_inputs import Input
@@ -18,17 +19,16 @@ def make_rows(
 ) -> Rows:
     """Of the requests `running`, by row. limits: by row, the places that may be processed for those that take
     part, in all rounds together; num_rounds: as Rows."""
-    inputs, context_len, most_places, ends = [], 0, 0, []
+    inputs, context_len, ends = [], 0, []
     for row, request in enumerate(running):
         inputs.append(_inputs_of(request, choice, limits.get(row, 0)))
         _, start, cap, room, _, _ = inputs[-1]
-        most_places = max(most_places, min(cap, room))
         ends.append(start + (limits.get(row, 0) if num_rounds > 1 else min(cap, room)))
         context_len = max(context_len, ends[-1])
     requests = tuple((row, running[row]) for row in sorted(limits))
     keeps_logits = any(request.params.logprobs is not None for _, request in requests)
     of_inputs = np.array(inputs, np.int64).T
-    return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places, num_rounds, ends)
+    return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, num_rounds, ends)
 
 
 def empty_rows(num_rows: int, context_len: int) -> Rows:
@@ -80,7 +80,7 @@ def can_join(
     the host has read it: not if they need another kind of round, or KV that they lack, or if a row has
     penalties, which count tokens that the host does not know of yet."""
     extra_kv, drafter = flight.runtime.extra_kv, flight.drafter
-    if flight.plan != choice.plan or (drafter is not None and not drafter.can_join):
+    if flight.plan != choice.plan or (drafter is not None and waits_for_follow(drafter)):
         return False
     if any(request.params.has_penalties for _, request in left):
         return False

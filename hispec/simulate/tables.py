@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..control.route_costs import CHECK_SLOT, LOOKUP_SLOT, SLOTS, layers_of, slots_of
+from ..control.route_costs import CHECK_SLOT, LOOKUP_SLOT, SLOTS, layers_of, stages_by_slot
 from ..latency.model import LatencyModel, Linear, num_bends, terms
 from .config import MOST_POINTS, AcceptanceSettings, SimulationConfig
 from .distributions import Floats, Ints
@@ -72,7 +72,7 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
     drift = np.zeros((num, 3, 2, MOST_POINTS))
     drift[:, :, 1] = 1.0
     for index, route in enumerate(routes):
-        slots = slots_of(route.route, ())
+        slots = stages_by_slot(route.route, ())
         for slot, names in slots.items():
             stages[index, slot] = _seconds([latency[name] for name in names], most)
         passes[index] = layers_of(route.route, num_layers) / num_layers

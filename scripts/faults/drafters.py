@@ -14,8 +14,8 @@ FAULTS = (
     ),
     Fault(
         "a looked-up draft has no probability in the rejection test",
-        "hispec/drafters/ngram.py",
-        "        self._judge.record_lookups(batch, proposals)\n",
+        "hispec/decoding/round.py",
+        "        self.judge.record_lookups(batch, proposals, draft.source)\n",
         "",
         (
             "tests/laws/test_rejection.py",

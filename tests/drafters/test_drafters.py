@@ -19,10 +19,12 @@ from ee_models.decoder import Decoder
 from hispec import LLM, SamplingParams, SpeculativeConfig
 from hispec.config import NgramConfig, Plan
 from hispec.decoding import drafter as drafter_module
-from hispec.decoding.acceptance import CoupledJudge
+from hispec.decoding import row_steps_numba
+from hispec.decoding.acceptance import RejectionJudge
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.drafter import Draft
+from hispec.decoding.row_steps import zeros
 from hispec.drafters.ngram import NgramDrafter
 from hispec.engine import Engine
 from hispec.errors import ConfigError, HiSpecError, build
@@ -37,8 +39,8 @@ TWO_TIER, THREE_TIER, MANY_CHECKS = "ngram", "ngram check", "ngram checks"
 
 
 def misbehaving(engine: Engine, tokens: Any) -> FixedDrafter:
-    drafter = FixedDrafter(engine._runtime.judge, tokens)
-    with_drafter(engine, lambda _: drafter)
+    drafter = FixedDrafter(tokens)
+    with_drafter(engine, drafter)
     return drafter
 
 
@@ -132,8 +134,8 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     ours = tuple(set(drafter_module.OUR_PACKAGES) - {"tests"})  # whose drafters are from outside here
     monkeypatch.setattr(drafter_module, "OUR_PACKAGES", ours)
     engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
-    drafter = kind(engine._runtime.judge, lambda row, column: [1, 2])
-    with_drafter(engine, lambda _: drafter)
+    drafter = kind(lambda row, column: [1, 2])
+    with_drafter(engine, drafter)
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected
     (warning,) = caplog.messages
@@ -146,11 +148,80 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     assert drafter.num_asked > 10, "requests that came later are not drafted for"
 
 
+class Counts(FixedDrafter):
+    """Counts columns in the tensor that it is given."""
+
+    def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+        first += 1
+        return super().propose(batch, first - 1, tree)
+
+
+class Strided(FixedDrafter):
+    """Its numbers of drafts lie in a column of others."""
+
+    def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+        draft = super().propose(batch, first, tree)
+        assert isinstance(draft.source, torch.Tensor)
+        counts, source = (
+            torch.stack((each, each), 1)[:, 0] for each in (draft.proposals.counts, draft.source)
+        )
+        return Draft(replace(draft.proposals, counts=counts), source)
+
+
+@pytest.mark.parametrize("name", [TWO_TIER, THREE_TIER, MANY_CHECKS])
+@pytest.mark.parametrize("kind", [Counts, Strided])
+def test_what_a_drafter_does_with_its_tensors_changes_no_others(
+    tiny_decoder: Decoder, expected: list[list[int]], name: str, kind: type[FixedDrafter]
+) -> None:
+    engine = drafter_engine(tiny_decoder, ALL[name])
+    with_drafter(engine, kind(lambda row, column: [1, 2]))
+    assert run(engine, PROMPTS) == expected
+    assert engine.stats()["drafted"] > 0 and engine.stats()["drafter_failures"] == 0
+    assert not zeros(len(PROMPTS), tiny_decoder.device).any(), "other rounds begin with these"
+    kernels = [given for given in row_steps_numba._take_drafts.signatures if "'A'" in str(given)]
+    assert not kernels, "compiled in the middle of an answer"
+
+
+class Foreign(FixedDrafter):
+    """From outside: calls what is ours as it must not be called."""
+
+    __module__ = "someone.elses"
+
+    def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+        choose: Any = RejectionJudge.choose
+        choose(None, None, batch, None, num=2)
+        raise NotImplementedError
+
+
+def test_an_invariant_of_ours_that_a_drafter_from_outside_breaks_is_its_own_failure(
+    tiny_decoder: Decoder, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = drafter_engine(tiny_decoder, ALL[THREE_TIER])
+    with_drafter(engine, Foreign(lambda row, column: []))
+    with caplog.at_level(logging.WARNING, "hispec"):
+        assert run(engine, PROMPTS) == expected
+    assert "drafts by rank are not drawn" in caplog.text and engine.stats()["drafter_failures"] > 0
+
+
+@pytest.mark.parametrize("name", [TWO_TIER, THREE_TIER])
+@pytest.mark.parametrize("tokens", [[-5, TINY_VOCAB, 2**40], [7] * 200])
+def test_the_rejection_test_takes_drafts_as_they_are_cut(
+    tiny_decoder: Decoder, name: str, tokens: list[int]
+) -> None:
+    engine = drafter_engine(tiny_decoder, {**ALL[name], "acceptance": "rejection"})
+    drafter = FixedDrafter(lambda row, column: tokens)
+    with_drafter(engine, drafter)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20)
+    outputs = run(engine, PROMPTS, params)
+    assert all(len(output) == 20 for output in outputs)
+    assert drafter.num_asked > 0 and engine.stats()["drafter_failures"] == 0
+
+
 class Misshapes(FixedDrafter):
     """Gives numbers of drafts for fewer rows than there are, or of another kind."""
 
-    def __init__(self, judge: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(judge, lambda row, column: [1, 2])
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(lambda row, column: [1, 2])
         self._change = change
 
     def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
@@ -168,7 +239,7 @@ def test_a_drafter_whose_numbers_have_another_shape_leaves_plain_decoding(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
-    with_drafter(engine, lambda judge: Misshapes(judge, change))
+    with_drafter(engine, Misshapes(change))
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected
     assert "counts of its drafts are" in caplog.messages[0] and "[3] torch.int64" in caplog.messages[0]
@@ -227,7 +298,7 @@ def test_blocks_of_requests_whose_drafter_failed_are_not_reused(
 def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> None:
     """Rows move when requests leave, and are taken by others: the index follows."""
     drafter = NgramDrafter(
-        NgramConfig(max_size=2, min_size=1, match_confidence=None), CoupledJudge(), 2, 32, torch.device("cpu")
+        NgramConfig(max_size=2, min_size=1, match_confidence=None), 2, 32, torch.device("cpu")
     )
     drafter.follow([(0, [1, 2, 3, 1]), (1, [5, 6, 5])])
     assert drafter._lookup.length(int(drafter._index_rows[1])) == 3
@@ -244,7 +315,7 @@ def test_rows_that_are_taken_over_while_rounds_run_ahead_have_texts_of_their_own
     """B moves to A's row, D comes into that which `follow` had for B, and E into C's: the host has
     noted none of them since."""
     config = NgramConfig(max_size=2, min_size=1, match_confidence=None)
-    drafter = NgramDrafter(config, CoupledJudge(), 3, 32, torch.device("cpu"))
+    drafter = NgramDrafter(config, 3, 32, torch.device("cpu"))
     a, b, c, d, e = (0, [1, 2]), (1, [3, 4, 5]), (2, [6]), (3, [7, 8, 9, 7]), (4, [2] * 5)
     for joins in ([{0: b}, {1: d}], [{0: b, 1: d}], [{1: d, 0: b}]):
         drafter.follow([a, b, c])
@@ -259,7 +330,7 @@ def test_rows_that_are_taken_over_while_rounds_run_ahead_have_texts_of_their_own
 
 def test_an_interrupt_of_a_drafter_costs_no_row_of_its_index() -> None:
     config = NgramConfig(max_size=2, min_size=1, match_confidence=None)
-    drafter = NgramDrafter(config, CoupledJudge(), 3, 32, torch.device("cpu"))
+    drafter = NgramDrafter(config, 3, 32, torch.device("cpu"))
     interrupts, count = Interrupts("hispec/drafters/ngram.py"), -1
     for number in range(0, 1000, 3):
         count, rows = len(interrupts.lines), [(number + at, [at, 1, 2]) for at in range(3)]

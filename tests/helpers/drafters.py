@@ -13,10 +13,10 @@ from torch import Tensor
 from ee_models.checkpoint.ngram_file import Ngrams
 from ee_models.decoder import Decoder
 from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
-from hispec.decoding.acceptance import Judge, Proposals
+from hispec.decoding.acceptance import Proposals, Source
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
-from hispec.decoding.drafter import Draft, Drafter, Source
+from hispec.decoding.drafter import Draft, Drafter
 from hispec.drafters.ngram_table import NgramTable, make_table
 from hispec.engine import Engine
 from hispec.errors import build
@@ -200,8 +200,8 @@ class FixedDrafter(Drafter):
     """Proposes what `tokens` says of (row, column): a list, however long. Looked up, for all that a judge
     knows."""
 
-    def __init__(self, judge: Judge, tokens: Callable[[int, int], list[int]]) -> None:
-        self._judge, self._tokens = judge, tokens
+    def __init__(self, tokens: Callable[[int, int], list[int]]) -> None:
+        self._tokens = tokens
         self.num_asked = 0
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
@@ -214,13 +214,12 @@ class FixedDrafter(Drafter):
             batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(
                 tokens[:room], dtype=torch.int64
             )
-        self._judge.record_lookups(batch, Proposals(tree, first, counts.clamp(max=tree.num_drafts)))
         return Draft(Proposals(tree, first, counts), torch.full_like(first, Source.LOOKED_UP))
 
 
-def with_drafter(engine: Engine, make: Callable[[Judge], Any]) -> Engine:
+def with_drafter(engine: Engine, drafter: Any) -> Engine:
     """The engine, with another drafter in the place of its own."""
-    engine._plans.runtime = replace(engine._runtime, drafter=make(engine._runtime.judge))
+    engine._plans.runtime = replace(engine._runtime, drafter=drafter)
     return engine
 
 

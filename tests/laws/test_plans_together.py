@@ -251,7 +251,7 @@ def test_plans_that_change_between_runs_and_runs_that_are_lost(
 
     def lose(loop: StepLoop, flight: Any) -> None:
         if chance.random() < 0.2:
-            lost.append(flight.num_rounds)
+            lost.append(flight.result.num_rounds)
             raise KeyboardInterrupt
         original(loop, flight)
 
@@ -279,8 +279,8 @@ def test_texts_that_a_lost_run_has_extended_are_set_right(tiny_decoder: Decoder)
     original = StepLoop.read
 
     def lose(loop: StepLoop, flight: Any) -> None:
-        if flight.num_rounds > 1 and len(lost) < 2:
-            lost.append(flight.num_rounds)
+        if flight.result.num_rounds > 1 and len(lost) < 2:
+            lost.append(flight.result.num_rounds)
             raise KeyboardInterrupt
         original(loop, flight)
 
@@ -324,7 +324,7 @@ def test_a_run_has_blocks_for_all_of_its_rounds(engine_of: Make) -> None:
     engine = engine_of("right", Plan(3, None, 3, 1), max_run_ms=LONG)
     with spied(PackedLauncher, "launch") as flights:
         run(engine, [TEXTS[2]], but(GREEDY, max_tokens=1 + 4 * (1 + 2 * _MOST_TOGETHER)))
-    committed = [(flight.num_rounds, int(flight.result.counts[0])) for flight in flights]
+    committed = [(flight.result.num_rounds, int(flight.result.counts[0])) for flight in flights]
     assert committed[1:3] == [(_MOST_TOGETHER, 4 * _MOST_TOGETHER)] * 2
 
 
@@ -366,7 +366,7 @@ def test_a_drafter_that_cannot_say_whether_it_is_compiled_runs_stage_by_stage(
     tiny_decoder: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = drafter_engine(tiny_decoder, KINDS["ngram"])
-    with_drafter(engine, lambda judge: Uncompiled(judge, lambda row, column: [1, 2]))
+    with_drafter(engine, Uncompiled(lambda row, column: [1, 2]))
     with caplog.at_level(logging.WARNING, "hispec"), spied(Stages, "run_linked") as calls:
         assert run(engine, TEXTS) == run(one_by_one(tiny_decoder), TEXTS)
     (warning,) = caplog.messages

@@ -115,11 +115,10 @@ def lookup(row: int, column: int) -> list[int]:
     return []
 
 
-def ngram_drafter(judge: RejectionJudge) -> NgramDrafter:
+def ngram_drafter() -> NgramDrafter:
     """Finds something after any token."""
-    drafter = NgramDrafter(
-        NgramConfig(max_size=2, min_size=1, match_confidence=None), judge, 1, 32, torch.device("cpu")
-    )
+    config = NgramConfig(max_size=2, min_size=1, match_confidence=None)
+    drafter = NgramDrafter(config, 1, 32, torch.device("cpu"))
     drafter.follow([(0, [0, 0, 2, 1, 0, 1, 2, 0, FIRST])])
     return drafter
 
@@ -179,7 +178,7 @@ def one_round(
     )
     drafter: Any = exit_drafter(stages, plan, judge, confidence)
     if looked_up is not None:
-        drafter = FixedDrafter(judge, looked_up) if looked_up is not lookup else ngram_drafter(judge)
+        drafter = FixedDrafter(looked_up) if looked_up is not lookup else ngram_drafter()
         if plan.draft_layer:
             drafter = HybridDrafter(
                 drafter, exit_drafter(stages, plan, judge), ExitHead(stages, plan.draft_layer)

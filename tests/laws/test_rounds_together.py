@@ -210,7 +210,7 @@ def test_a_run_lasts_no_longer_than_asked(tiny_decoder: Decoder) -> None:
     choice = engine._loop._choice
     assert rounds.num_together(runtime, choice, ()) == 1, "nothing is known yet"
     for milliseconds, expected in ((100.0, 1), (30.0, 1), (14.9, 2), (7.4, 4), (0.1, _MOST_TOGETHER)):
-        rounds._last_rounds[choice.plan] = milliseconds, 1
+        rounds._last_rounds[None, choice.plan] = milliseconds, 1
         assert rounds.num_together(runtime, choice, ()) == expected
     engine.add_request(PROMPTS[0], but(GREEDY, max_tokens=3))
     (request,) = engine._loop.requests.values()
@@ -218,5 +218,5 @@ def test_a_run_lasts_no_longer_than_asked(tiny_decoder: Decoder) -> None:
     for changed, expected in (({"stop": ["x"]}, 1), ({"logprobs": 0}, 0), ({"min_tokens": 1}, 0)):
         with patch.object(request, "params", but(request.params, **changed)):
             assert rounds.num_together(runtime, choice, [request]) == expected
-    rounds._last_rounds[choice.plan] = 7.4, 2
+    rounds._last_rounds[None, choice.plan] = 7.4, 2
     assert [rounds.num_together(runtime, choice, [request] * rows) for rows in (2, 4, 8)] == [3, 2, 1]

@@ -104,11 +104,11 @@ def test_looked_up_drafts_rounds_without_any_and_plain_requests() -> None:
         wanted = ["draft", "draft", third, "verify"]
         calls = [False, True]
         engine = make_engine(script, Plan(0, check, 3, 1))
-        engine = with_drafter(engine, lambda judge: FixedDrafter(judge, propose))
+        engine = with_drafter(engine, FixedDrafter(propose))
         assert tiers_of(engine, [[3]], PARAMS.model_copy(update={"max_tokens": 4})) == [wanted]
         calls = [True]
         engine = make_engine(script, Plan(0, check, 3, 1))
-        engine = with_drafter(engine, lambda judge: FixedDrafter(judge, propose))
+        engine = with_drafter(engine, FixedDrafter(propose))
         for speculative in (True, False):
             engine.add_request([3], PARAMS.model_copy(update={"speculative": speculative}))
         assert [delta.tiers for delta in engine.step()] == [wanted[:3], [third]]
@@ -185,9 +185,7 @@ def test_a_request_that_starts_over_goes_on_with_verifys_own(tiny_path: Path) ->
     decoder.embedding[255] = float("nan")
     engine = make_engine(decoder, Plan(0, None, 2, 1))
     asked = itertools.count()
-    engine = with_drafter(
-        engine, lambda judge: FixedDrafter(judge, lambda row, column: [255, 255] if next(asked) == 2 else [])
-    )
+    engine = with_drafter(engine, FixedDrafter(lambda row, column: [255, 255] if next(asked) == 2 else []))
     (tiers,) = tiers_of(engine, PROMPTS[:1])
     assert len(tiers) == 24 and set(tiers) == {"verify"}
 
