@@ -25,6 +25,7 @@ from hispec.sampling_params import SamplingParams
 from hispec.utils.memory import is_out_of_memory
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run, run_through_interrupts
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
@@ -62,7 +63,7 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("something else")) and not is_out_of_memory(KeyboardInterrupt())
 
 
-@pytest.mark.parametrize("name", ALL)
+@sweep("name", ALL, 3)
 def test_the_largest_passes_can_be_tried_over_a_single_block(
     tiny_decoder: Decoder, tmp_path: Any, expected: list[list[int]], name: str
 ) -> None:
