@@ -102,7 +102,10 @@ def cut(text: str, most: int = MOST_SHOWN) -> str:
 
 def shown(value: Any) -> str:
     """`value` as a message repeats it: its repr, in one line and cut."""
-    return cut(repr(value).replace("\n", " "))
+    try:
+        return cut(repr(value).replace("\n", " "))
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to be shown"
 
 
 def described(value: Any) -> str:

@@ -14,6 +14,7 @@ from ..errors import RequestError
 from ..outputs import RequestOutput
 from ..utils.console import count, make_bar, make_console, make_table
 from .drive import Timed, drive, warm_up
+from .manifest import make_manifest
 from .output import Outcome, check_output, find_before, output_row, settle_format
 from .reasons import Reasons
 from .resume import Work, find_work
@@ -71,6 +72,7 @@ def dry_run(job: Job, *, progress: bool = True) -> DryRun:
     if work.num_done == work.num_rows:
         return found
     with closing(job.make_llm(trace=None)) as llm:  # one that is there is of rows that were done
+        make_manifest(job, before, llm.fingerprints(job.speculative))
         rows = list(_sample(llm, job, found, work, progress))
         found.memory = llm.memory()
         _measure(llm, job, found, rows)

@@ -7,10 +7,12 @@ import csv
 import glob
 import gzip
 import io
+import os
 import shutil
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,10 +40,14 @@ Extent = Mapping[Path, int | None]  # files in their order, and how many rows ar
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What stands for one row. line: of its file, from 1, blank ones too; in a table the row. content: the
-    line, stripped, the row's columns, or why the row cannot be read. file: its name where the input has
-    several, else None. table: csv, whose columns have nothing but texts, parquet, or None for lines. place:
-    of its file among those of the input, from 0."""
+    """What stands for one row.
+
+    file      its name where the input has several, its path where these are called alike, else None
+    line      of its file, from 1, blank ones too; in a table the row
+    content   the line, stripped, the row's columns, or why the row cannot be read
+    table     csv, whose columns have nothing but texts, parquet, or None for lines
+    place     of its file among those of the input, from 0
+    """
 
     file: str | None
     line: int
@@ -71,7 +77,7 @@ def find_files(config: InputConfig) -> list[Path]:
     for path in files:
         if path.exists() and not path.is_file():
             raise ConfigError(f"input.path: {path} is not a regular file")
-    if len({path.resolve() for path in files}) < len(files):
+    if len({os.path.realpath(path) for path in files}) < len(files):
         raise ConfigError(f"input.path: {config} names a file twice; name each once")
     return files
 
@@ -111,7 +117,8 @@ def pattern_of(config: InputConfig, path: Path) -> Path | None:
         if isinstance(pattern, Path) and glob.has_magic(str(pattern)) and not pattern.exists():
             parts = pattern.absolute().parts
             first = next(at for at, part in enumerate(parts) if glob.has_magic(part))
-            folder, place = Path(*parts[:first]).resolve(), path.absolute().parent.resolve() / path.name
+            folder = Path(os.path.realpath(Path(*parts[:first])))
+            place = Path(os.path.realpath(path.absolute().parent), path.name)
             if place.is_relative_to(folder) and _fits(place.relative_to(folder).parts, parts[first:]):
                 return pattern
     return None
@@ -145,14 +152,17 @@ def read_records(config: InputConfig, extent: Extent | None = None) -> Iterator[
 def _all_records(config: InputConfig, extent: Extent | None) -> Iterator[Record]:
     if extent is None:
         extent = dict.fromkeys(find_files(config))
+    named = Counter(path.name for path in extent)
     for place, (path, num_rows) in enumerate(extent.items()):
         kind = format_of(path) if config.format == "auto" else config.format
-        name = path.name if len(extent) > 1 else None
+        name = None if len(extent) == 1 else path.name if named[path.name] == 1 else str(path)
         num_read = 0
         try:
             for line, content in islice(_rows_of(config, path, kind), num_rows):
                 num_read += 1
                 yield Record(name, line, content, kind if kind in _TABLES else None, place)
+        except ConfigError:
+            raise
         except (OSError, EOFError, zlib.error) as error:
             words = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"input.path: cannot read {name_of(path)}: {words}") from None

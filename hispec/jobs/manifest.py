@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import ConfigError, shown
 from ..utils.files import write_json
 from ..version import __version__
-from .schema import Job
+from .schema import Job, auto_format, output_format
 
 FORMAT = 1
 _PRINT = "fingerprint."
@@ -94,20 +94,21 @@ def settings_that_matter(job: Job) -> dict[str, Any]:
     found |= _numbers(job)
     if job.engine.max_model_len is not None:
         found["engine.max_model_len"] = job.engine.max_model_len
-    found |= {
-        f"sampling.{name}": value
-        for name, value in job.sampling.model_dump(mode="json", exclude_defaults=True).items()
-        if name != "speculative"
-    }
+    sampling = job.sampling.model_dump(mode="json", exclude_defaults=True)
+    if job.input.format == "openai" and "max_tokens" in job.sampling.model_fields_set:
+        sampling["max_tokens"] = job.sampling.max_tokens  # its default, too: rows have no limit else
+    found |= {f"sampling.{name}": value for name, value in sampling.items() if name != "speculative"}
     if job.speculative is not None and job.speculative.acceptance == "rejection":
         found["speculative"] = job.speculative.model_dump(mode="json", exclude_defaults=True)
     if job.input.format == "openai":
         found["input.format"] = job.input.format
     if job.input.columns is not None:
         found["input.columns"] = {str(name): column for name, column in job.input.columns.items()}
-    for name in ("echo_input", "token_ids", "format"):
+    for name in ("echo_input", "token_ids"):
         if getattr(job.output, name) != type(job.output).model_fields[name].default:
             found[f"output.{name}"] = getattr(job.output, name)
+    if (named := output_format(job)) != auto_format(job):
+        found["output.format"] = named
     return json.loads(json.dumps(found))
 
 

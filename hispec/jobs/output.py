@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..outputs import CompletionOutput, RequestOutput
-from ..utils.files import check_folder, finite
+from ..utils.files import check_folder, finite, is_same
 from .inputs import find_files, import_arrow, pattern_of
 from .manifest import (
     AnotherJobsOutput,
@@ -20,7 +21,7 @@ from .manifest import (
     settings_that_matter,
 )
 from .rows import BadRow, Row, find_format
-from .schema import COMPRESSED, STANDARD, Job, OutputConfig, format_of
+from .schema import COMPRESSED, STANDARD, Job, OutputConfig, output_format
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,6 @@ class RowError:
 
 Outcome = RequestOutput | RowError
 Split = Callable[[Sequence[int], str, bool], list[str] | None]  # LLM.split_text
-
-
-def output_format(job: Job) -> str:
-    """jsonl or openai for lines, parquet or csv. job: as `settle_format` gives it."""
-    if job.output.format != "auto":
-        return job.output.format
-    named = format_of(job.output.path)
-    return "openai" if named == "jsonl" and job.input.format == "openai" else named
 
 
 def rows_path(job: Job) -> Path:
@@ -84,8 +77,16 @@ def check_output(job: Job) -> None:
         return
     if kind == "parquet" or output.path.suffix.lower() == ".zst":
         import_arrow(f"output.path: writing {output.path}")
-    for path in dict.fromkeys((output.path, rows_path(job), manifest_path(output.path))):
-        _check_path(job, path)
+    paths = dict.fromkeys((output.path, rows_path(job), manifest_path(output.path)))
+    for path in paths:
+        if (pattern := pattern_of(job.input, path)) is not None:
+            raise ConfigError(
+                f"output.path: {path} would be a file of the input {pattern}, too; choose a path that this"
+                " pattern does not fit, such as one in another folder"
+            )
+    sources = find_files(job.input)
+    for path in paths:
+        _check_path(job, path, sources)
 
 
 def find_before(job: Job) -> Manifest | None:
@@ -123,23 +124,23 @@ def find_before(job: Job) -> Manifest | None:
     return before
 
 
-def _check_path(job: Job, path: Path) -> None:
-    if (pattern := pattern_of(job.input, path)) is not None:
-        raise ConfigError(
-            f"output.path: {path} would be a file of the input {pattern}, too; choose a path that this"
-            " pattern does not fit, such as one in another folder"
-        )
-    for source in find_files(job.input):
-        if path.resolve() == source.resolve() or (path.exists() and path.samefile(source)):
-            raise ConfigError(f"output.path: {path} is the input file; choose another path")
+def _check_path(job: Job, path: Path, sources: Sequence[Path]) -> None:
+    if any(is_same(path, source) for source in sources):
+        raise ConfigError(f"output.path: {path} is the input file; choose another path")
     trace = job.engine.trace
-    if trace is not None and Path(trace).resolve() == path.resolve():
+    if trace is not None and is_same(path, Path(trace)):
         raise ConfigError(f"output.path: {path} is engine.trace too; choose another path for one of them")
-    if path.exists() and not path.is_file():
+    place = Path(os.path.realpath(path))  # of a link, what it leads to; of one that leads to itself, a link
+    if place.is_symlink() or (place.exists() and not place.is_file()):
         raise ConfigError(f"output.path: {path} is not a regular file; choose another path")
-    if not path.exists():
+    if not place.exists():
+        if path.is_symlink() and not place.parent.exists():
+            raise ConfigError(
+                f"output.path: {path} leads to {place}, in a folder that does not exist; make it, or choose"
+                " another path"
+            )
         # Of the folders that are missing, the first is made here.
-        check_folder("output.path", next(folder for folder in path.absolute().parents if folder.exists()))
+        check_folder("output.path", next(folder for folder in place.parents if folder.exists()))
         return
     try:
         path.open("ab").close()

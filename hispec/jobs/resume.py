@@ -37,7 +37,6 @@ class Work:
     done        for each of them 1 if it is done
     num_done    how many are
     num_done_failed   of these, with errors
-    num_failed  rows of the output with errors that are kept, also of rows that the input no longer has
     num_bytes   the beginning of the output's rows that consists of whole lines
     rewrites    whether lines are to be taken out of it first: those of rows that are done again
     extent      what was read of the input: later reads take as much, so that no row changes its place
@@ -46,7 +45,6 @@ class Work:
     num_rows: int
     done: bytearray
     num_done: int
-    num_failed: int
     num_bytes: int
     rewrites: bool
     num_done_failed: int = 0
@@ -61,14 +59,13 @@ def find_work(job: Job, keeps: bool) -> Work:
     """Reads the input, and of the output what is kept. Raises ConfigError for an id that two rows have, an
     output of which a line is none of ours, and a row whose id is done with another prompt or sampling."""
     path = rows_path(job)
-    work = Work(0, bytearray(), 0, 0, 0, False)
+    work = Work(0, bytearray(), num_done=0, num_bytes=0, rewrites=False)
     with RowIndex() as index:
         if keeps:
             for line, work.num_bytes in read_output(path):
                 if line is None or (line.failed and job.output.retry_failed):
                     work.rewrites = True
                     continue
-                work.num_failed += line.failed
                 index.add_done(line.number, line.identity, line.failed)
         files = find_files(job.input)
         read = [0] * len(files)

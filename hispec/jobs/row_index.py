@@ -111,8 +111,8 @@ class RowIndex:
         same = "row.number = done.number AND row.key = done.key"
         num_found = 0
         for found in self._database.execute(
-            f"SELECT row.number, row.content = done.content, max(done.failed) FROM done JOIN row ON {same}"
-            " GROUP BY 1, 2"
+            "SELECT row.number, max(row.content = done.content), max(done.failed)"
+            f" FROM done JOIN row ON {same} GROUP BY 1"
         ):
             num_found += 1
             yield found

@@ -185,7 +185,7 @@ def identify(config: InputConfig, record: Record) -> Identity:
     """The identity of a row, valid or not. Fast: a job that is resumed asks for it of all its rows."""
     values: Any = record.content
     if isinstance(values, ConfigError):
-        return Identity(None, _digest(f"{record.file or ''} {record.line}: {values}".encode()))
+        return Identity(None, _digest(f" {record.line}: {values}".encode()))
     if isinstance(values, bytes):
         raw = values
         try:

@@ -22,7 +22,6 @@ from .output import (
     check_output,
     error_of,
     find_before,
-    output_format,
     output_row,
     rows_path,
     settle_format,
@@ -30,7 +29,7 @@ from .output import (
 from .rates import Rates, sum_counts
 from .resume import Work, find_work, is_to_drop
 from .rows import BadRow, Row, read_rows
-from .schema import STANDARD, Job
+from .schema import STANDARD, Job, output_format
 from .tables import make_output
 from .upload import Upload
 from .writer import RowWriter, drop_lines, hold
@@ -122,7 +121,7 @@ def _tidy_up(job: Job, before: Manifest, work: Work, held: Any, upload: Upload |
         make_output(job)
     if (before.rows, before.done, before.finished is None) != (work.num_rows, work.num_done, False):
         before.rows = work.num_rows
-        before.write(path, num_done=work.num_done, num_errors=work.num_failed)
+        before.write(path, num_done=work.num_done, num_errors=work.num_done_failed)
     if upload is not None:
         _finish(upload, job, work.num_rows)
 
@@ -175,7 +174,7 @@ def _run(
 
         def note() -> None:
             if path != STANDARD:
-                num_errors = work.num_failed + report.timed.num_errors
+                num_errors = work.num_done_failed + report.timed.num_errors
                 manifest.write(path, num_done=work.num_done + writer.num_written, num_errors=num_errors)
 
         note()

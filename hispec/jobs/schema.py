@@ -87,13 +87,25 @@ def format_of(path: Path) -> str:
     return suffixes[-1][1:] if suffixes and suffixes[-1] in (".parquet", ".csv") else "jsonl"
 
 
+def auto_format(job: Job) -> str:
+    """What `output.format: auto` is: jsonl or openai for lines, parquet or csv. job: as
+    `output.settle_format` gives it."""
+    named = format_of(job.output.path)
+    return "openai" if named == "jsonl" and job.input.format == "openai" else named
+
+
+def output_format(job: Job) -> str:
+    """As `auto_format`, or what is set."""
+    return auto_format(job) if job.output.format == "auto" else job.output.format
+
+
 class InputConfig(Settings):
     """Where the prompts are.
 
     path     a file, a pattern such as `shard-*.jsonl`, "-" for standard input, a URI such as
              `s3://bucket/shard-*.jsonl`, or a list of these; relative to the job file (on the command line:
              to the working directory)
-    format   auto: by the name's ending, and of JSON lines by the first row
+    format   auto: by the name's ending, and of JSON lines by the first that is a JSON object
     columns  {field of a row: key or column that has it}; all others are passed over. None = as rows name them
     limit    use this many rows from the start; None = all
     """

@@ -15,8 +15,8 @@ from typing import IO, Any, cast
 from ..errors import HiSpecError
 from ..utils.files import replace_file
 from .inputs import import_arrow
-from .output import output_format, rows_path
-from .schema import Job
+from .output import rows_path
+from .schema import Job, output_format
 from .writer import OutputError
 
 _BATCH, _BATCH_BYTES = 1024, 64 << 20  # rows that are in memory at once, and their bytes; but for one alone

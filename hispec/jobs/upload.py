@@ -39,7 +39,7 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: str
+    name: str = Field(pattern=r"^[^/\\]+$")  # within the folder: it will be deleted
     size: int = Field(ge=0)
     digest: str
 

@@ -163,8 +163,9 @@ class RowWriter:
             self._file.flush()
             return
         try:
-            # Not to more than it has, which would be filled with zeros.
-            self._file.truncate(min(self._end, os.fstat(self._file.fileno()).st_size))
+            # Where it is whole it stays as it is: what is made of it is known to be newer by its time.
+            if os.fstat(self._file.fileno()).st_size > self._end:
+                self._file.truncate(self._end)
             if self._broken is not None:
                 raise self._broken
             self._check_whole()

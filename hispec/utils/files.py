@@ -139,7 +139,7 @@ def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ())
     """Creates the folders of files that are to be written, as options say, which are named by their flags;
     None = not asked for. Raises ConfigError if that cannot be, or must not, since one of them is read, or is
     another of them, or something else is there that would be lost."""
-    sources, taken = {os.path.realpath(path) for path in read}, dict[str, str]()
+    sources, taken = list(read), dict[str, str]()
     for flag, path in targets.items():
         if path is None:
             continue
@@ -148,7 +148,7 @@ def check_targets(targets: Mapping[str, Path | None], read: Iterable[Path] = ())
             raise ConfigError(f"{other} and {flag} both name {path}; give each a path of its own")
         if os.path.islink(real) or (path.exists() and not path.is_file()):
             raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
-        if real in sources or any(_is_same(path, Path(source)) for source in sources):
+        if any(is_same(path, source) for source in sources):
             raise ConfigError(f"{flag}: {path} is read by this command; choose another path")
         check_folder(flag, path.parent)
     for flag, path in targets.items():
@@ -174,8 +174,10 @@ def _check_replaced(flag: str, path: Path) -> None:
         )
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    """As with two hard links."""
+def is_same(one: Path, other: Path) -> bool:
+    """As with two hard links, or two links to one place."""
+    if os.path.realpath(one) == os.path.realpath(other):  # a link that leads to itself has Path.resolve raise
+        return True
     return one.exists() and other.exists() and one.samefile(other)
 
 

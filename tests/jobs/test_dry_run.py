@@ -14,6 +14,7 @@ from hispec.cli import main
 from hispec.errors import ConfigError
 from hispec.jobs import dry_run as module
 from hispec.jobs.dry_run import dry_run, print_dry_run
+from hispec.jobs.runner import run_job
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, make_job, prompts, run
 
@@ -59,6 +60,15 @@ def test_what_is_done_is_counted_and_left_alone(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before if path != job.input.path} == {
         path: content for path, content in before.items() if path != job.input.path
     }
+
+
+def test_a_model_that_made_other_rows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run finds it, though the file is the same."""
+    run(make_job(tmp_path, prompts(6)))
+    monkeypatch.setattr(FakeLLM, "weights", "others")
+    for each in (dry_run, run_job):
+        with pytest.raises(ConfigError, match=r"fingerprint\.model was 'some' and is 'others'"):
+            each(make_job(tmp_path, prompts(7)), progress=False)
 
 
 def test_rows_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

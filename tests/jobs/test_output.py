@@ -104,6 +104,36 @@ def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(tm
     assert not FakeLLM.instances
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_a_link_that_leads_nowhere_is_found_before_the_model_is_loaded(tmp_path: Path, name: str) -> None:
+    for target, part in (
+        (tmp_path / "nowhere" / name, r"leads to .*nowhere.*, in a folder that does not exist; make it"),
+        (tmp_path / name, "is not a regular file"),
+    ):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(ConfigError, match=f"output.path: .*{part}"):
+            run(make_job(tmp_path, prompts(1), output={"path": str(tmp_path / name), "overwrite": True}))
+    assert not FakeLLM.instances
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(tmp_path / f"other-{name}")
+    run(make_job(tmp_path, prompts(1), output={"path": str(tmp_path / name)}))
+    assert (tmp_path / name).is_symlink() and (tmp_path / f"other-{name}").read_bytes()
+
+
+@pytest.mark.parametrize("has_output", [False, True])
+def test_an_input_that_is_missing_or_leads_to_itself_is_named(tmp_path: Path, has_output: bool) -> None:
+    job = make_job(tmp_path, prompts(1))
+    if has_output:
+        job.output.path.write_text("")
+    job.input.path.unlink()
+    with pytest.raises(ConfigError, match=r"input.path: cannot read .*in.jsonl: No such file"):
+        run(job)
+    job.input.path.symlink_to(job.input.path)
+    with pytest.raises(ConfigError, match=r"input.path: cannot read .*in.jsonl: Too many levels"):
+        run(job)
+
+
 def test_missing_folders_are_created(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(1), output={"path": str(tmp_path / "a" / "b" / "out.jsonl")})
     run(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import string
 import tempfile
 import threading
@@ -111,6 +112,52 @@ def test_a_torn_end_is_done_again(tmp_path: Path, tail: bytes) -> None:
         assert report.resumed == expected[:whole].count(b"\n")
 
 
+@pytest.mark.parametrize("name", ["out.jsonl.gz", "out.csv", "out.parquet"])
+def test_an_output_that_is_made_as_a_whole_is_made_once(tmp_path: Path, name: str) -> None:
+    job = make_job(tmp_path, prompts(3), output={"path": str(tmp_path / name)})
+    run(job)
+    before = job.output.path.read_bytes(), job.output.path.stat().st_mtime_ns, job.output.path.stat().st_ino
+    run(job)
+    assert before == (
+        job.output.path.read_bytes(),
+        job.output.path.stat().st_mtime_ns,
+        job.output.path.stat().st_ino,
+    )
+
+
+def test_two_results_of_one_row_are_one_that_is_done(tmp_path: Path) -> None:
+    """As when outputs were put together by hand."""
+    given = [{"id": "q", "prompt": "one"}, {"id": "r", "prompt": "other"}]
+    job = make_job(tmp_path, given)
+    run(job)
+    lines = job.output.path.read_bytes().splitlines(keepends=True)
+    changed = re.sub(rb'"hash": "[0-9a-f]{32}"', b'"hash": "%s"' % (b"0" * 32), lines[0])
+    job.output.path.write_bytes(lines[0] + changed)
+    job = make_job(tmp_path, given, output={"only_missing": True})
+    assert run(job).resumed == 1 and [row["id"] for row in rows_of(job)] == ["q", "q", "r"]
+
+
+def test_rows_that_cannot_be_read_are_done_once_though_another_file_comes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "i.csv").write_text("id,prompt\n1,one\nbroken\n")
+    paths = [tmp_path / "a" / "i.csv", tmp_path / "i.csv"]
+    jobs = [make_job(tmp_path, [], input={"path": [str(path) for path in paths[:n]]}) for n in (1, 2)]
+    run(jobs[0])
+    (tmp_path / "i.csv").write_text("id,prompt\n2,two\nbroken\n")
+    assert run(jobs[1]).resumed == 2
+    rows = rows_of(jobs[1])
+    assert [row["id"] for row in rows] == ["1", None, "2", None]
+    assert str(paths[1]) in rows[3]["error"]["message"], "two files of one name are told apart"
+
+
+def test_errors_of_rows_that_have_left_the_input_are_none_of_it(tmp_path: Path) -> None:
+    lines = [b"broken\n", b"also broken\n", {"prompt": "one"}]
+    run(make_job(tmp_path, lines))
+    job = make_job(tmp_path, lines[1:])
+    run(job)
+    assert [manifest(job)[name] for name in ("rows", "done", "errors")] == [2, 2, 1]
+
+
 def test_a_complete_output_is_left_as_it_is_without_the_model(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(5))
     run(job)
@@ -173,6 +220,26 @@ def test_another_models_weights_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"fingerprint\.model was 'some' and is 'trained on'"):
         run(make_job(tmp_path, prompts(6)))
     assert job.output.path.read_bytes() == before and manifest(job) == known
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_a_format_that_is_what_the_name_says_is_no_other(tmp_path: Path, name: str) -> None:
+    kind, path = name.partition(".")[2], str(tmp_path / name)
+    for lines, output in ((2, {}), (3, {"format": kind}), (4, {})):
+        assert run(make_job(tmp_path, prompts(lines), output={"path": path, **output})).timed.num_results
+
+
+def test_a_limit_that_chat_rows_had_not_is_another_setting_though_it_is_the_default(tmp_path: Path) -> None:
+    """Chats in OpenAI's lines have no limit of tokens where nobody names one."""
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    lines = [
+        {"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for at in range(2)
+    ]
+    run(make_job(tmp_path, lines[:1], sampling={"temperature": 0.0}))
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens was not set and is 16"):
+        run(make_job(tmp_path, lines, sampling={"temperature": 0.0, "max_tokens": 16}))
+    run(make_job(tmp_path, lines, sampling={"temperature": 0.0}))
 
 
 def test_plans_and_sizes_may_change(tmp_path: Path) -> None:
