@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from hispec.config import PLAIN, CheckConfig, EngineConfig, Plan, Settings, SpeculativeConfig
-from hispec.errors import ConfigError, HiSpecError, build
+from hispec.errors import ConfigError, HiSpecError, build, shown
 from hispec.sampling_params import SamplingParams
 from hispec.simulate.config import SimulationConfig
 
@@ -434,3 +434,10 @@ def test_layers_of_goodput_are_exits_of_the_model() -> None:
         ConfigError, match=r"speculative.goodput.layers=12 is not an early exit of a model of 12"
     ):
         config.plan(12)
+
+
+def test_what_is_nested_too_deeply_is_told_in_words() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert shown(nested) == "a list that is nested too deeply to be shown"

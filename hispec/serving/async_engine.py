@@ -171,8 +171,8 @@ class AsyncEngine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the LLM broke."""
-        return isinstance(self._end, EngineDeadError)
+        """Whether the LLM broke, or its workers did, which nobody else notices before the next request."""
+        return isinstance(self._end, EngineDeadError) or (self._end is None and self._llm.failure is not None)
 
     @property
     def is_full(self) -> bool:
@@ -216,21 +216,32 @@ class AsyncEngine:
 
     async def _check_length(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool) -> None:
         """Raises RequestError for a prompt that is much too long: the thread that steps would read it for
-        seconds, in which nobody gets a token."""
-        if _size_of(prompt, chat) >= _LONG:
+        seconds, in which nobody gets a token. Meanwhile it counts as unfinished."""
+        admission = self._llm.engine.admission
+        if chat and isinstance(prompt, list | tuple) and len(prompt) > admission.max_model_len:
+            raise RequestError(
+                f"{len(prompt)} messages, each a token at least, but max_model_len={admission.max_model_len};"
+                " leave some out"
+            )
+        if _size_of(prompt) < _LONG:
+            return
+        n = self._params(sampling).n
+        with self._lock:
+            self._check_room(n, wait)
+            self._num_unfinished += n
+        try:
+            token_ids = await asyncio.wrap_future(self._reader.submit(self._llm.encode, prompt, chat))
+        except (asyncio.CancelledError, RuntimeError):
+            task = asyncio.current_task()
+            if task is None or task.cancelling() == 0:  # not by who waits: close() may have come between
+                with self._lock:
+                    self._check_room(n, wait=True)
+            raise
+        finally:
             with self._lock:
-                self._check_room(self._params(sampling).n, wait)
-            try:
-                reading = self._reader.submit(self._llm.encode, prompt, chat)
-                token_ids = await asyncio.wrap_future(reading)
-            except (asyncio.CancelledError, RuntimeError):
-                task = asyncio.current_task()
-                if task is None or task.cancelling() == 0:  # not by who waits: close() may have come between
-                    with self._lock:
-                        self._check_room(self._params(sampling).n, wait=True)
-                raise
-            if problem := self._llm.engine.admission.too_long(len(token_ids)):
-                raise RequestError(problem)
+                self._num_unfinished -= n
+        if problem := admission.too_long(len(token_ids)):
+            raise RequestError(problem)
 
     def _submit(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool, is_stream: bool) -> _Request:
         n = self._params(sampling).n
@@ -424,18 +435,15 @@ class AsyncEngine:
         return stats | {"waiting": stats["waiting"] + num_here}
 
 
-def _size_of(prompt: Any, chat: bool) -> int:
-    """Characters of a prompt or of a conversation, or token ids; 0 of what is neither."""
-    if isinstance(prompt, dict):
-        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    if not isinstance(prompt, str | list | tuple):
-        return 0
-    if isinstance(prompt, str) or not chat:
-        return len(prompt)
-    contents = [message.get("content") for message in prompt if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, dict))]
-    return sum(len(text) for text in texts if isinstance(text, str))
+def _size_of(prompt: Any) -> int:
+    """Characters of all its texts, besides token ids, messages and parts of these, each as one; no more than
+    needed for _LONG."""
+    size, left = 0, [prompt]
+    while left and size < _LONG:
+        each = left.pop()
+        size += len(each) if isinstance(each, str) else 1
+        left += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+    return size
 
 
 def _deliver(parcels: list[tuple[_Request, list[Item]]]) -> None:

@@ -20,6 +20,7 @@ from ..utils.files import parse_json
 
 T = TypeVar("T")
 _BODY_S = 30.0  # seconds that a client has to send its body
+_LARGE = 1 << 16  # bytes of a body from which it is read beside the loop: all streams would wait meanwhile
 _LAST_S = 5.0  # that a client has to take the last event of a stream that is cut off
 _RETRY_S = 1  # after which a client may try again
 _GONE = 499  # nobody reads it: it is for logs
@@ -97,11 +98,16 @@ async def read_json(request: Request, max_bytes: int) -> Any:
     except TimeoutError:
         raise Failure(408, f"the body did not come within {_BODY_S:.0f} seconds", "timeout") from None
     try:
-        value = parse_json(text := content.decode("utf-8-sig"))
-        if "\\ud" in text.lower():  # half a surrogate pair is no text: neither prompt nor message may have it
-            json.dumps(value, ensure_ascii=False).encode()
+        return _parse(content) if len(content) < _LARGE else await asyncio.to_thread(_parse, content)
     except ValueError as error:
         raise Failure(400, f"the body is not valid JSON: {error}") from None
+
+
+def _parse(content: bytearray) -> Any:
+    """The JSON of a body. Raises ValueError."""
+    value = parse_json(text := content.decode("utf-8-sig"))
+    if "\\ud" in text.lower():  # half a surrogate pair is no text: neither prompt nor message may have it
+        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 

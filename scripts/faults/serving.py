@@ -454,8 +454,8 @@ FAULTS = (
     Fault(
         "a prompt that is much too long is read by the thread that steps",
         "hispec/serving/async_engine.py",
-        "if _size_of(prompt, chat) >= _LONG:",
-        "if False:",
+        "if _size_of(prompt) < _LONG:",
+        "if True:",
         ("tests/serving/test_async_engine.py",),
     ),
     Fault(

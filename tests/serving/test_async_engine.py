@@ -359,7 +359,7 @@ def test_an_engine_that_breaks_tells_all(tiny_path: Path, monkeypatch: pytest.Mo
 def test_an_engine_without_workers_is_dead_though_nobody_asks_it_for_anything(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks for counts finds it out."""
+    """Who asks for counts finds it out, too."""
 
     async def test(engine: AsyncEngine, llm: LLM) -> None:
         error = CheckpointError("no worker is left, the last was ended by SIGKILL")
@@ -370,8 +370,9 @@ def test_an_engine_without_workers_is_dead_though_nobody_asks_it_for_anything(
         with monkeypatch.context() as patch:
             patch.setattr(llm, "stats", gone)
             for failure in (None, error):
-                patch.setattr(LLM, "failure", failure)
                 assert not engine.is_dead, "counts could not be had, no more"
+                patch.setattr(LLM, "failure", failure)
+                assert engine.is_dead == (failure is not None)
                 with pytest.raises(CheckpointError):
                     await engine.stats()
             await until(lambda: engine.is_dead)
@@ -446,16 +447,55 @@ def test_a_prompt_that_is_much_too_long_delays_nobody(
     with_engine(tiny_path, test, max_requests=1)
 
 
+def test_messages_are_counted_before_they_are_read(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their texts may be short, or none, or elsewhere than in `content`."""
+    monkeypatch.setattr(module, "_LONG", 100)
+    begun, may_read = threading.Event(), threading.Event()
+
+    def chat_of(num: int, **fields: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": "", **fields}] * num
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        encode = llm.encode
+
+        def wait_and_read(prompt: Any, chat: bool = False) -> list[int]:
+            begun.set()
+            assert may_read.wait(60.0) and threading.current_thread().name != "hispec-engine"
+            return encode(prompt, chat)
+
+        monkeypatch.setattr(llm, "encode", wait_and_read)
+        with pytest.raises(RequestError, match=r"^129 messages, .* max_model_len=128; leave some out"):
+            await engine.generate(chat_of(129), GREEDY, chat=True)
+        assert not begun.is_set()
+        for few in (
+            chat_of(1, name="x" * 100),
+            chat_of(1, tool_calls=[{"arguments": "x" * 100}]),
+            chat_of(60),
+        ):
+            reading = asyncio.create_task(engine.generate(few, GREEDY, chat=True))
+            await asyncio.to_thread(begun.wait, 60.0)
+            assert engine.num_unfinished == 1 and engine.is_full
+            with pytest.raises(BusyError):
+                await engine.generate("x", GREEDY, wait=False)
+            may_read.set()
+            await asyncio.gather(reading, return_exceptions=True)
+            assert engine.num_unfinished == 0
+            begun.clear()
+            may_read.clear()
+
+    with_engine(tiny_path, test, max_requests=1)
+
+
 class Unspeakable:
     def __repr__(self) -> str:
-        raise RecursionError("nested too deeply")
+        raise ZeroDivisionError("not foreseen")
 
 
 def test_a_request_that_no_error_is_foreseen_for_fails_alone(tiny_path: Path) -> None:
     async def test(engine: AsyncEngine, llm: LLM) -> None:
         good = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
         for prompt in (Unspeakable(), {"prompt": Unspeakable()}):
-            with pytest.raises(RecursionError):
+            with pytest.raises(ZeroDivisionError):
                 await engine.generate(prompt, GREEDY)
         assert (await good).error is None and not engine.is_dead
 

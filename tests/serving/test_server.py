@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from hispec import LLM, SamplingParams
 from hispec.outputs import RequestOutput
-from hispec.serving import app, completions
+from hispec.serving import app, completions, transport
 from hispec.serving.transport import Failure, check_key, event
 from tests.serving.support import LONG, SMALL, Running, events, post, serving, wait_until
 
@@ -275,6 +275,21 @@ def test_bodies_are_made_outside_of_the_event_loop(server: Running, monkeypatch:
     monkeypatch.setattr(app, "JSONResponse", noted(app.JSONResponse))
     assert post(server, prompt="x", logprobs=1, **GREEDY).status_code == 200
     assert len(threads) == 2 and all(name.startswith("asyncio_") for name in threads)
+
+
+def test_large_bodies_are_read_outside_of_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, parse = [], transport.parse_json
+
+    def noted(content: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse(content)
+
+    monkeypatch.setattr(transport, "parse_json", noted)
+    for length in (10, 200_000):
+        post(server, prompt="x" * length, **GREEDY)
+    assert [name.startswith("asyncio_") for name in threads] == [False, True]
 
 
 def test_an_event_is_one_line_to_whoever_reads_lines() -> None:
