@@ -230,11 +230,13 @@ def _read_rope(
     if factors is None or torch.all(factors == 1):
         return {**plain, "rope_type": "linear", "factor": factor} if kind == "linear" else plain
     stretched = RopeConfig(theta, "llama3", round(float(factors.max()), 3))
-    expected = RopeConfig(theta).inv_freq(head_dim) / stretched.inv_freq(head_dim)
+    # First their number: a damaged file may claim any head dimension.
     if (
         kind == "linear"
-        or factors.shape != expected.shape
-        or not torch.allclose(factors, expected, rtol=1e-3)
+        or 2 * factors.numel() != head_dim
+        or not torch.allclose(
+            factors, RopeConfig(theta).inv_freq(head_dim) / stretched.inv_freq(head_dim), rtol=1e-3
+        )
     ):
         raise unsupported(
             _ROPE_FACTORS, [round(float(value), 3) for value in factors[:8]], "none, or Llama 3's"

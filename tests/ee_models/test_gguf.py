@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,13 @@ def test_what_the_decoder_does_not_implement_is_refused(
         open_checkpoint(tmp_path)
 
 
-def test_rotary_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", "llama3", rope__freq_base=1e4)
+@pytest.mark.parametrize(
+    "fields",
+    [{"rope__freq_base": 1e4}, {"attention__key_length": 2**40}, {"attention__key_length": math.inf}],
+)
+def test_rotary_factors_of_another_kind_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Or of another number, however large a dimension a file claims."""
+    write_gguf(tmp_path / "tiny.gguf", "llama3", **fields)
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight is .*supported: none, or Llama 3's"):
         open_checkpoint(tmp_path)
 
