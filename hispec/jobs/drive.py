@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -83,11 +84,13 @@ def drive(
     timed: Timed,
     bar: tqdm[Any],
     num_waiting: Callable[[], int] = lambda: 0,
+    ends_s: float = math.inf,
 ) -> None:
     """Takes rows as the engine has room for them, and calls `finish` once for each, in the order in which
     they end.
 
-    `num_waiting` says how many finished rows are held back; while there are too many, no new row is taken.
+    num_waiting   says how many finished rows are held back; while there are too many, no new row is taken
+    ends_s        by time.perf_counter, when rows that have not ended are aborted, and no other is taken
     """
     source = iter(rows)
     num_rows = engine.max_num_seqs * llm.num_workers
@@ -105,6 +108,9 @@ def drive(
         bar.update()
 
     while running or not exhausted:
+        if time.perf_counter() > ends_s:
+            llm.abort(list(running))
+            break
         has_room = len(running) < REQUESTS_PER_ROW * num_rows
         holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * num_rows
         if exhausted or holds_back or not has_room:

@@ -6,20 +6,21 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
 from ..errors import RequestError
-from ..outputs import RequestOutput
 from ..utils.console import count, make_bar, make_console, make_table
 from .drive import Timed, drive, warm_up
 from .manifest import make_manifest
-from .output import Outcome, check_output, find_before, output_row, settle_format
+from .output import Outcome, check_output, find_before, settle_format
 from .reasons import Reasons
 from .resume import Work, find_work
 from .rows import BadRow, Row, read_rows
+from .runner import make_row
 from .schema import Job
+from .writer import line_of
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -124,17 +125,14 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
 
     def finish(row: Row | BadRow, outcome: Outcome) -> None:
         nonlocal num_bytes
-        num_bytes += len(str(output_row(row, outcome, job.output)).encode())
+        num_bytes += len(line_of(make_row(job, llm, row, outcome)))
 
-    limited = cast("LLM", _Limited(llm, time.perf_counter() + SAMPLE_S))
-    # A step of workers waits for a request that ends: it is woken just after the time at which _Limited ends.
+    # A step of workers waits for a request that ends: it is woken just after the time at which all are to.
     timer = threading.Timer(SAMPLE_S + 0.1, llm.wake)
     timer.start()
     with tqdm(disable=True) as bar:
         try:
-            drive(limited, rows, job.engine, finish, found.sample, bar)
-        except _Late:
-            llm.abort([row.request_id for row in rows])
+            drive(llm, rows, job.engine, finish, found.sample, bar, ends_s=time.perf_counter() + SAMPLE_S)
         finally:
             timer.cancel()
     if ended := found.sample.num_results:
@@ -143,25 +141,6 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
         seconds = found.sample.seconds if ended == len(rows) else max(SAMPLE_S, found.sample.seconds)
         found.seconds = seconds / len(rows) * found.num_good
         found.output_bytes = num_bytes / ended * found.num_good
-
-
-class _Late(Exception):
-    pass
-
-
-class _Limited:
-    """An LLM that steps until a time, and then raises _Late."""
-
-    def __init__(self, llm: LLM, ends_s: float) -> None:
-        self._llm, self._ends_s = llm, ends_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def step(self) -> list[RequestOutput]:
-        if time.perf_counter() > self._ends_s:
-            raise _Late
-        return self._llm.step()
 
 
 def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:

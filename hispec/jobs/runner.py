@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
@@ -93,8 +94,9 @@ def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | 
         before = find_before(job)
         work = find_work(job, keeps=before is not None)
         report = JobReport(job, work.num_rows, work.num_done, work.num_done_failed)
+        run = _Run(job, work, report, held, upload, progress)
         if before is not None and work.num_done == work.num_rows:
-            _tidy_up(job, before, work, held, upload)
+            run.tidy_up(before)
             return report
         inputs = describe_input(work.extent)
         from ..loading.target_model import select_device
@@ -106,158 +108,150 @@ def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | 
             on_loaded()
         manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
         manifest.input, manifest.rows = inputs, work.num_rows
-        _run(llm, job, report, work, held, manifest, upload, progress)
+        run.do(llm, manifest)
     return report
 
 
-def _tidy_up(job: Job, before: Manifest, work: Work, held: Any, upload: Upload | None) -> None:
-    """What a run has left to do that was cut short after its last row."""
-    rows, path = rows_path(job), job.output.path
-    if work.rewrites:
-        held = _rewrite(job, work, held, upload)
-    if rows.stat().st_size != work.num_bytes:
-        RowWriter(rows, work.num_bytes, held=held).close()
-    if rows != path and (not path.exists() or path.stat().st_mtime_ns < rows.stat().st_mtime_ns):
-        make_output(job)
-    if (before.rows, before.done, before.finished is None) != (work.num_rows, work.num_done, False):
-        before.rows = work.num_rows
-        before.write(path, num_done=work.num_done, num_errors=work.num_done_failed)
-    if upload is not None:
-        _finish(upload, job, work.num_rows)
+def make_row(job: Job, llm: LLM, row: Row | BadRow, outcome: Outcome) -> dict[str, Any]:
+    """What is written of a row."""
+    if output_format(job) == "openai":
+        return openai_row(row, error_of(outcome), job.model, llm.token_bytes)
+    return output_row(row, outcome, job.output, llm.split_text)
 
 
-def _finish(upload: Upload, job: Job, num_rows: int) -> None:
-    try:
-        upload.finish()
-    except KeyboardInterrupt:
-        raise JobInterrupted(
-            f"all {num_rows} rows are done, in {rows_path(job)}; only {job.output.upload} is not made of them"
-            f" yet; {job.output.way_on}"
-        ) from None
+@dataclass
+class _Run:
+    """A job whose work is known.
 
+    held      the file of rows, if it was there
+    digests   of the rows that plain decoding is to be compared with
+    """
 
-def _rewrite(job: Job, work: Work, held: Any, upload: Upload | None) -> Any:
-    """Takes those rows out of the output that are done again -> the file, held."""
-    if upload is not None:
-        upload.restart()
-    is_dropped, way_on = partial(is_to_drop, job), job.output.way_on
-    held, work.num_bytes = drop_lines(rows_path(job), held, work.num_bytes, is_dropped, way_on)
-    return held
+    job: Job
+    work: Work
+    report: JobReport
+    held: Any
+    upload: Upload | None
+    progress: bool
+    digests: dict[int, bytes] = field(default_factory=dict)
 
-
-def _run(
-    llm: LLM,
-    job: Job,
-    report: JobReport,
-    work: Work,
-    held: Any,
-    manifest: Manifest,
-    upload: Upload | None,
-    progress: bool,
-) -> None:
-    if job.output.compare_plain:
-        llm.set_tracing(False)  # a trace is of the job's own pass
-        for speculative in (None, job.speculative):
-            llm.set_speculative(speculative)
-            warm_up(llm, job)
-        llm.set_tracing(True)
-    digests: dict[int, bytes] = {}
-    llm.reset_stats()
-    path = job.output.path
-    rows, output = rows_path(job), job.output
-    if work.rewrites:
-        held = _rewrite(job, work, held, upload)
-    elif upload is not None and output.overwrite:
-        upload.restart()
-    turns = work.turns() if output.order == "input" else None
-    with RowWriter(rows, work.num_bytes, turns, output.sync_s, output.way_on, held) as writer:
-
-        def note() -> None:
-            if path != STANDARD:
-                num_errors = work.num_done_failed + report.timed.num_errors
-                manifest.write(path, num_done=work.num_done + writer.num_written, num_errors=num_errors)
-
-        note()
-        try:
-            with upload or nullcontext():
-                _write_rows(llm, job, report, work, writer, upload, digests, progress)
-        except KeyboardInterrupt:
-            where = "standard output" if path == STANDARD else rows
-            raise JobInterrupted(
-                f"{work.num_done + writer.num_written} of {report.num_rows} rows are done, whole lines of"
-                f" {where}; {output.way_on}"
-            ) from None
-        finally:
-            with suppress(Exception):  # of an engine that failed
-                manifest.counts = sum_counts(manifest.counts, llm.stats())
-            with suppress(OSError):  # the rows say more than it
-                note()
-        try:
+    def tidy_up(self, before: Manifest) -> None:
+        """What a run has left to do that was cut short after its last row."""
+        job, work = self.job, self.work
+        rows, path = rows_path(job), job.output.path
+        if work.rewrites:
+            self._rewrite()
+        if rows.stat().st_size != work.num_bytes:
+            RowWriter(rows, work.num_bytes, held=self.held).close()
+        if rows != path and (not path.exists() or path.stat().st_mtime_ns < rows.stat().st_mtime_ns):
             make_output(job)
-        except KeyboardInterrupt:
-            raise JobInterrupted(
-                f"all {report.num_rows} rows are done, in {rows_path(job)}; only {job.output.path} is not"
-                f" made of them yet; {job.output.way_on}"
-            ) from None
-    if upload is not None:
-        _finish(upload, job, report.num_rows)
-    report.stats = llm.stats()
-    report.rates = Rates.of(report.stats, job.speculative)
-    if job.output.compare_plain and digests:
+        if (before.rows, before.done, before.finished is None) != (work.num_rows, work.num_done, False):
+            before.rows = work.num_rows
+            before.write(path, num_done=work.num_done, num_errors=work.num_done_failed)
+        self._finish_upload()
+
+    def do(self, llm: LLM, manifest: Manifest) -> None:
+        """Every row that is not done yet, and what is made of all."""
+        job, work, report, output = self.job, self.work, self.report, self.job.output
+        if output.compare_plain:
+            llm.set_tracing(False)  # a trace is of the job's own pass
+            for speculative in (None, job.speculative):
+                llm.set_speculative(speculative)
+                warm_up(llm, job)
+            llm.set_tracing(True)
+        llm.reset_stats()
+        path, rows = output.path, rows_path(job)
+        if work.rewrites:
+            self._rewrite()
+        elif self.upload is not None and output.overwrite:
+            self.upload.restart()
+        turns = work.turns() if output.order == "input" else None
+        with RowWriter(rows, work.num_bytes, turns, output.sync_s, output.way_on, self.held) as writer:
+
+            def note() -> None:
+                if path != STANDARD:
+                    num_errors = work.num_done_failed + report.timed.num_errors
+                    manifest.write(path, num_done=work.num_done + writer.num_written, num_errors=num_errors)
+
+            note()
+            try:
+                with self.upload or nullcontext():
+                    self._write_rows(llm, writer)
+            except KeyboardInterrupt:
+                where = "standard output" if path == STANDARD else rows
+                raise JobInterrupted(
+                    f"{work.num_done + writer.num_written} of {report.num_rows} rows are done, whole lines of"
+                    f" {where}; {output.way_on}"
+                ) from None
+            finally:
+                with suppress(Exception):  # of an engine that failed
+                    manifest.counts = sum_counts(manifest.counts, llm.stats())
+                with suppress(OSError):  # the rows say more than it
+                    note()
+            with self._after_all_rows(rows, f"{path} is not made of them yet; {output.way_on}"):
+                make_output(job)
+        self._finish_upload()
+        report.stats = llm.stats()
+        report.rates = Rates.of(report.stats, job.speculative)
+        if output.compare_plain and self.digests:
+            with self._after_all_rows(path, "the comparison with plain decoding is not"):
+                report.comparison = self._compare(llm)
+
+    @contextmanager
+    def _after_all_rows(self, where: Path, what: str) -> Iterator[None]:
+        """Raises JobInterrupted on Ctrl-C, which says where the rows are, and what is not done."""
         try:
-            report.comparison = _compare(llm, job, work, digests, progress)
+            yield
         except KeyboardInterrupt:
-            raise JobInterrupted(
-                f"all {report.num_rows} rows are done, in {job.output.path}; only the comparison with plain"
-                " decoding is not"
-            ) from None
+            raise JobInterrupted(f"all {self.work.num_rows} rows are done, in {where}; only {what}") from None
 
+    def _rewrite(self) -> None:
+        """Takes those rows out of the output that are done again."""
+        job, work = self.job, self.work
+        if self.upload is not None:
+            self.upload.restart()
+        is_dropped, way_on = partial(is_to_drop, job), job.output.way_on
+        self.held, work.num_bytes = drop_lines(rows_path(job), self.held, work.num_bytes, is_dropped, way_on)
 
-def _write_rows(
-    llm: LLM,
-    job: Job,
-    report: JobReport,
-    work: Work,
-    writer: RowWriter,
-    upload: Upload | None,
-    digests: dict[int, bytes],
-    progress: bool,
-) -> None:
-    """The job's own pass: every row that is not done yet."""
-    is_openai = output_format(job) == "openai"
+    def _finish_upload(self) -> None:
+        if self.upload is not None:
+            output = self.job.output
+            what = f"{output.upload} is not made of them yet; {output.way_on}"
+            with self._after_all_rows(rows_path(self.job), what):
+                self.upload.finish()
 
-    def finish(row: Row | BadRow, outcome: Outcome) -> None:
-        if job.output.compare_plain and isinstance(outcome, RequestOutput):
-            digests[row.index] = digest(outcome)
-        outcome = error_of(outcome)
-        if is_openai:
-            writer.add(row.index, openai_row(row, outcome, job.model, llm.token_bytes))
-        else:
-            writer.add(row.index, output_row(row, outcome, job.output, llm.split_text))
-        if upload is not None:
-            upload.check()
+    def _write_rows(self, llm: LLM, writer: RowWriter) -> None:
+        """The job's own pass: every row that is not done yet."""
+        job, work, report = self.job, self.work, self.report
 
-    rows = read_rows(job, job.input, work.done, work.extent)
-    with make_bar(report.num_rows, "rows", "row", progress, initial=report.resumed) as bar:
-        drive(llm, rows, job.engine, finish, report.timed, bar, lambda: writer.num_waiting)
+        def finish(row: Row | BadRow, outcome: Outcome) -> None:
+            if job.output.compare_plain and isinstance(outcome, RequestOutput):
+                self.digests[row.index] = digest(outcome)
+            writer.add(row.index, make_row(job, llm, row, outcome))
+            if self.upload is not None:
+                self.upload.check()
 
+        rows = read_rows(job, job.input, work.done, work.extent)
+        with make_bar(report.num_rows, "rows", "row", self.progress, initial=report.resumed) as bar:
+            drive(llm, rows, job.engine, finish, report.timed, bar, lambda: writer.num_waiting)
 
-def _compare(llm: LLM, job: Job, work: Work, digests: dict[int, bytes], progress: bool) -> Comparison:
-    """The same rows through plain decoding, compared token for token."""
-    llm.set_tracing(False)
-    llm.set_speculative(None)
-    llm.reset_stats()  # the bar shows what this pass keeps: no drafts
-    timed = Timed()
-    num_identical = 0
+    def _compare(self, llm: LLM) -> Comparison:
+        """The same rows through plain decoding, compared token for token."""
+        job, digests = self.job, self.digests
+        llm.set_tracing(False)
+        llm.set_speculative(None)
+        llm.reset_stats()  # the bar shows what this pass keeps: no drafts
+        timed = Timed()
+        num_identical = 0
 
-    def finish(row: Row | BadRow, outcome: Outcome) -> None:
-        nonlocal num_identical
-        num_identical += isinstance(outcome, RequestOutput) and digest(outcome) == digests[row.index]
+        def finish(row: Row | BadRow, outcome: Outcome) -> None:
+            nonlocal num_identical
+            num_identical += isinstance(outcome, RequestOutput) and digest(outcome) == digests[row.index]
 
-    rows = (row for row in read_rows(job, job.input, extent=work.extent) if row.index in digests)
-    with make_bar(len(digests), "plain", "row", progress) as bar:
-        drive(llm, rows, job.engine, finish, timed, bar)
-    return Comparison(timed, num_identical, len(digests), llm.row_invariant)
+        rows = (row for row in read_rows(job, job.input, extent=self.work.extent) if row.index in digests)
+        with make_bar(len(digests), "plain", "row", self.progress) as bar:
+            drive(llm, rows, job.engine, finish, timed, bar)
+        return Comparison(timed, num_identical, len(digests), llm.row_invariant)
 
 
 def digest(result: RequestOutput) -> bytes:

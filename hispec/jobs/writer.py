@@ -82,8 +82,7 @@ class RowWriter:
 
     def add(self, index: int, row: dict[str, Any]) -> None:
         """Writes the row, or keeps it until all that stand before it are written. Raises OutputError."""
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-        line = text.encode("utf-8", "backslashreplace")
+        line = line_of(row)
         if self._turns is None:
             self._write(line)
             return
@@ -173,6 +172,12 @@ class RowWriter:
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
+
+
+def line_of(row: dict[str, Any]) -> bytes:
+    """A row as it is written."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")
 
 
 def hold(path: Path) -> Any:

@@ -121,15 +121,15 @@ FAULTS = (
     Fault(
         "uploads: rows that were taken out stay there",
         "hispec/jobs/runner.py",
-        "    if upload is not None:\n        upload.restart()",
-        "    if upload is not None:\n        pass",
+        "        if self.upload is not None:\n            self.upload.restart()",
+        "        if self.upload is not None:\n            pass",
         UPLOADS,
     ),
     Fault(
         "uploads: the old rows come back when a job that starts anew is killed",
         "hispec/jobs/runner.py",
-        "    elif upload is not None and output.overwrite:\n        upload.restart()",
-        "    elif upload is not None and output.overwrite:\n        pass",
+        "        elif self.upload is not None and output.overwrite:\n            self.upload.restart()",
+        "        elif self.upload is not None and output.overwrite:\n            pass",
         UPLOADS,
     ),
     Fault(

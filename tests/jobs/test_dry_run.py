@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hispec.cli import main
 from hispec.errors import ConfigError
+from hispec.jobs import drive
 from hispec.jobs import dry_run as module
 from hispec.jobs.dry_run import dry_run, print_dry_run
 from hispec.jobs.runner import run_job
@@ -81,19 +84,24 @@ def test_rows_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch:
 def test_a_sample_of_which_some_rows_end_in_time_says_what_that_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end_soon(number: int) -> None:
+    waited_s = [0.0]
+
+    def wait(number: int) -> None:
         llm = FakeLLM.instances[0]
         if len(llm.requests) < llm.most_unfinished == 12:
-            raise module._Late
+            waited_s[0] = module.SAMPLE_S
 
-    monkeypatch.setattr(FakeLLM, "on_step", end_soon)
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + waited_s[0])
+    monkeypatch.setattr(drive, "time", clock)
+    monkeypatch.setattr(FakeLLM, "on_step", wait)
     monkeypatch.setattr(FakeLLM, "num_workers", 3)
     job = make_job(tmp_path, prompts(20), engine={"max_num_seqs": 4})
     found = dry_run(job, progress=False)
     assert found.num_tried == 12, "rows of all workers"
     assert 0 < (ended := found.sample.num_results) < 12
     # Those that had not ended take 20 seconds together, or longer.
-    assert found.seconds == pytest.approx(module.SAMPLE_S / 12 * 20)
+    assert found.seconds == pytest.approx(max(module.SAMPLE_S, found.sample.seconds) / 12 * 20)
+    assert not FakeLLM.instances[0].requests
     assert f"at least 33 s, as {ended} of 12 rows ended within 20 s" in printed(found)
 
 
