@@ -36,34 +36,57 @@ def read_body(url: str, body: Any) -> dict[str, Any]:
     """{"messages" | "prompt" | "prompt_token_ids": ..., "sampling": fields of SamplingParams that the body
     sets}. Null is as if it were not given; `model` is not looked at. Raises ConfigError that names the
     parameter."""
+    sampling = read_sampling(url, body)
+    if body.get("stream"):
+        raise ConfigError("stream=true: a batch has no streams; leave it out")
+    (prompt,) = read_prompts(url, body, most=1)
+    return {"sampling": sampling, **prompt}
+
+
+def read_sampling(url: str, body: Any) -> dict[str, Any]:
+    """Fields of SamplingParams that a body sets. Raises ConfigError, also for a parameter that is unknown."""
     if not isinstance(body, Mapping):
         raise ConfigError(f"body: expected a JSON object, got {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None}
-    is_chat = url == CHAT
-    prompt_name = "messages" if is_chat else "prompt"
-    known = (prompt_name, *SAME, *IGNORED, *_READ, *_HARMLESS)
+    known = (_prompt_name(url), *SAME, *IGNORED, *_READ, *_HARMLESS)
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"{cut(name)}: unknown parameter{nearest(name, known)}; leave it out")
         if name in _HARMLESS and value not in _HARMLESS[name]:
             raise ConfigError(f"{name}={shown(value)} is not supported; leave it out")
-    if given.get("stream"):
-        raise ConfigError("stream=true: a batch has no streams; leave it out")
-    if prompt_name not in given:
-        raise ConfigError(f"{prompt_name}: required, but not given")
-    read: dict[str, Any] = {"sampling": _read_sampling(given, is_chat)}
-    prompt = given[prompt_name]
-    if is_chat:
-        return read | {"messages": _plain_roles(prompt)}
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        [prompt] = prompt
+    return _read_sampling(given, url == CHAT)
+
+
+def read_prompts(url: str, body: Mapping[str, Any], most: int = MOST_PROMPTS) -> list[dict[str, Any]]:
+    """{"messages" | "prompt" | "prompt_token_ids": ...} for each prompt of a body; a chat has one. Raises
+    ConfigError."""
+    name = _prompt_name(url)
+    prompt = body.get(name)
+    if prompt is None:
+        raise ConfigError(f"{name}: required, but not given")
+    if url == CHAT:
+        return [{"messages": _plain_roles(prompt)}]
+    is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts = prompt if is_several else [prompt]
+    if len(prompts) > most == 1:
+        raise ConfigError(
+            f"prompt: must be one string or one list of token ids, got {shown(prompt)}; one a request"
+        )
+    if len(prompts) > most:
+        raise ConfigError(f"prompt: {len(prompts)} prompts in a request, at most {most}; send several")
+    return [_read_prompt(each) for each in prompts]
+
+
+def _read_prompt(prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, str):
-        return read | {"prompt": prompt}
+        return {"prompt": prompt}
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return read | {"prompt_token_ids": prompt}
-    raise ConfigError(
-        f"prompt: must be one string or one list of token ids, got {shown(prompt)}; one a request"
-    )
+        return {"prompt_token_ids": prompt}
+    raise ConfigError(f"prompt: must be a string or a list of token ids, got {shown(prompt)}")
+
+
+def _prompt_name(url: str) -> str:
+    return "messages" if url == CHAT else "prompt"
 
 
 def _read_sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
@@ -117,15 +140,3 @@ def _plain_roles(messages: Any) -> Any:
 
 def _is_int(value: Any) -> bool:
     return type(value) is int
-
-
-def split_prompts(url: str, body: Any) -> list[Any]:
-    """A body for each of the prompts that a body has, which may be one. Raises ConfigError."""
-    prompts = body.get("prompt") if isinstance(body, Mapping) and url == COMPLETIONS else None
-    if not isinstance(prompts, list) or not prompts or not isinstance(prompts[0], str | list):
-        return [body]
-    if len(prompts) > MOST_PROMPTS:
-        raise ConfigError(
-            f"prompt: {len(prompts)} prompts in a request, at most {MOST_PROMPTS}; send several"
-        )
-    return [{**body, "prompt": prompt} for prompt in prompts]

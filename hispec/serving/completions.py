@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError, RequestError, shown
 from ..openai.chunks import Chunks
-from ..openai.requests import CHAT, read_body, split_prompts
+from ..openai.requests import CHAT, read_prompts, read_sampling
 from ..openai.responses import choices, num_new_tokens, usage
 from ..outputs import Delta, RequestOutput
 from ..sampling_params import SamplingParams, put_over
@@ -26,19 +26,12 @@ DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One of a request's prompts, as the engine takes it."""
-
-    content: Any
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True)
 class CompletionRequest:
-    """What a client asked for."""
+    """What a client asked for. prompts: as the engine takes them."""
 
     url: str
-    prompts: list[Prompt]
+    prompts: list[Any]
+    sampling: SamplingParams
     is_stream: bool
     wants_usage: bool
 
@@ -57,21 +50,12 @@ class CompletionRequest:
         tiers = body.get("tiers")
         if tiers is not None and not isinstance(tiers, bool):
             raise ConfigError(f"tiers: must be true or false, got {shown(tiers)}")
-        rest = {name: value for name, value in body.items() if name not in _OWN}
-        # What prompts share is read once, with the first: a body may have much of it, and many prompts.
-        prompt_name = "messages" if url == CHAT else "prompt"
-        bodies = split_prompts(url, {prompt_name: rest.pop(prompt_name)} if prompt_name in rest else {})
-        bodies[0] = rest | bodies[0]
-        read = [read_body(url, one) for one in bodies]
-        own = {**read[0]["sampling"], "tiers": bool(tiers)}
+        body = {name: value for name, value in body.items() if name not in _OWN}
+        own = {**read_sampling(url, body), "tiers": bool(tiers)}
         # Where nothing names a number, a chat goes on to its end, a completion as SamplingParams says.
         unlimited = {"max_tokens": None} if url == CHAT else {}
         sampling = _limited({**unlimited, **defaults}, own, config)
-        prompts = []
-        for one in read:
-            del one["sampling"]
-            ((field, content),) = one.items()
-            prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
+        prompts = [prompt.get("messages", prompt) for prompt in read_prompts(url, body)]
         outputs = len(prompts) * sampling.n
         if outputs > config.max_requests:  # each counts: there would never be room for all
             name = "n" if len(prompts) == 1 else "prompt"
@@ -79,7 +63,7 @@ class CompletionRequest:
                 f"{name}: at most {config.max_requests} outputs (prompts times n) on this server, got"
                 f" {outputs}; send several requests"
             )
-        return cls(url, prompts, is_stream, wants_usage)
+        return cls(url, prompts, sampling, is_stream, wants_usage)
 
 
 class Responder:
@@ -150,10 +134,8 @@ class Responder:
             yield event(chunk)
         yield DONE
 
-    async def _generate(self, request: CompletionRequest, prompt: Prompt) -> RequestOutput:
-        output = await self._engine.generate(
-            prompt.content, prompt.sampling, chat=request.is_chat, wait=False
-        )
+    async def _generate(self, request: CompletionRequest, prompt: Any) -> RequestOutput:
+        output = await self._engine.generate(prompt, request.sampling, chat=request.is_chat, wait=False)
         if output.error is not None:
             raise final(500, output.error)
         return output
@@ -162,21 +144,14 @@ class Responder:
         """(prompt, output of the response, Delta) of all prompts, as they come."""
         arrived: asyncio.Queue[tuple[int, int, Delta] | None] = asyncio.Queue()
 
-        async def read(at: int, first: int, prompt: Prompt) -> None:
-            stream = self._engine.stream_each(
-                prompt.content, prompt.sampling, chat=request.is_chat, wait=False
-            )
+        async def read(at: int, prompt: Any) -> None:
+            first = at * request.sampling.n
+            stream = self._engine.stream_each(prompt, request.sampling, chat=request.is_chat, wait=False)
             async with aclosing(stream) as deltas:  # type: ignore[type-var]
                 async for index, delta in deltas:
                     arrived.put_nowait((at, first + index, delta))
 
-        firsts = [0]
-        for prompt in request.prompts:
-            firsts.append(firsts[-1] + prompt.sampling.n)
-        tasks = [
-            asyncio.create_task(read(at, first, prompt))
-            for at, (first, prompt) in enumerate(zip(firsts, request.prompts, strict=False))
-        ]
+        tasks = [asyncio.create_task(read(at, prompt)) for at, prompt in enumerate(request.prompts)]
         whole = asyncio.gather(*tasks)
         whole.add_done_callback(lambda _: arrived.put_nowait(None))
         try:

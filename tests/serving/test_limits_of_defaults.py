@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hispec.errors import ConfigError
-from hispec.openai.requests import CHAT, COMPLETIONS, read_body
+from hispec.openai.requests import CHAT, COMPLETIONS
 from hispec.serving.completions import CompletionRequest
 from hispec.serving.server_config import ServerConfig
 
@@ -15,8 +15,8 @@ from hispec.serving.server_config import ServerConfig
 def limits(url: str, defaults: dict[str, Any], most: int | None, **body: Any) -> tuple[int | None, int]:
     content = {"messages": [{"role": "user", "content": "a"}]} if url == CHAT else {"prompt": "a"}
     config = ServerConfig(name="m", max_tokens=most)
-    (prompt,) = CompletionRequest.of(url, content | body, config, defaults).prompts
-    return prompt.sampling.max_tokens, prompt.sampling.min_tokens
+    sampling = CompletionRequest.of(url, content | body, config, defaults).sampling
+    return sampling.max_tokens, sampling.min_tokens
 
 
 def test_defaults_beyond_a_limit_are_cut_and_bodies_refused() -> None:
@@ -43,17 +43,8 @@ def test_defaults_beyond_a_limit_are_cut_and_bodies_refused() -> None:
         limits(COMPLETIONS, defaults, 50, min_tokens=51)
 
 
-def test_what_prompts_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body of 128 prompts would else be copied, and its sampling made, as many times."""
-    sizes = []
-
-    def read(url: str, body: dict[str, Any]) -> dict[str, Any]:
-        sizes.append(len(body))
-        return read_body(url, body)
-
-    monkeypatch.setattr("hispec.serving.completions.read_body", read)
+def test_prompts_share_their_sampling() -> None:
     body = {"logit_bias": {"3": 1.0}, "prompt": ["a", "b", [4, 5]], "top_k": 7, "n": 2, "user": None}
-    prompts = CompletionRequest.of(COMPLETIONS, body, ServerConfig(name="m"), {}).prompts
-    assert [prompt.content for prompt in prompts] == ["a", "b", {"prompt_token_ids": [4, 5]}]
-    assert all(prompt.sampling is prompts[0].sampling for prompt in prompts)
-    assert prompts[0].sampling.logit_bias == {3: 1.0} and sizes == [5, 1, 1]
+    request = CompletionRequest.of(COMPLETIONS, body, ServerConfig(name="m"), {})
+    assert request.prompts == [{"prompt": "a"}, {"prompt": "b"}, {"prompt_token_ids": [4, 5]}]
+    assert request.sampling.logit_bias == {3: 1.0} and request.sampling.n == 2
