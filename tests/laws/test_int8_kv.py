@@ -30,33 +30,25 @@ BLOCKS = {"block_size": 16}
 FEW = {"block_size": 16, "num_kv_blocks": 8}
 
 
-# What weights are held in; four times the numbers of a head, of which 16 or 64 are mixed together; threads:
-# where other tests have their cores, two wait for each other most of the time.
-CASES: dict[str, tuple[Quantization | None, int, int]] = {
-    "float32": (None, 64, 1),
-    "int8": ("int8", 64, 1),
-    "int8 of wide heads": ("int8", 256, 2),
+# What weights are held in, and four times the numbers of a head, of which 16 or 64 are mixed together.
+CASES: dict[str, tuple[Quantization | None, int]] = {
+    "float32": (None, 64),
+    "int8": ("int8", 64),
+    "int8 of wide heads": ("int8", 256),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[Quantization | None, int, int]:
-    return CASES[request.param]
-
-
-@pytest.fixture(scope="module")
 def given(
-    case: tuple[Quantization | None, int, int], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Quantization | None, Path]:
-    quantization, hidden, _ = case
+    quantization, hidden = CASES[request.param]
     return quantization, tiny_checkpoint(tmp_path_factory.mktemp("heads") / "model", hidden=hidden)
 
 
 @pytest.fixture(scope="module")
-def decoder(
-    case: tuple[Quantization | None, int, int], given: tuple[Quantization | None, Path]
-) -> Iterator[Decoder]:
-    with threads(case[2]):
+def decoder(given: tuple[Quantization | None, Path]) -> Iterator[Decoder]:
+    with threads(1):
         yield load(*given, kv_dtype=torch.int8)
 
 
@@ -99,6 +91,15 @@ def test_every_plan_gives_plain_decoding(
     decoder: Decoder, alone: list[list[int]], plan: Plan, sizes: dict[str, int]
 ) -> None:
     assert run(make_engine(decoder, plan, **sizes), TEXTS, PARAMS) == alone
+
+
+def test_several_threads_give_what_one_gives(
+    given: tuple[Quantization | None, Path], alone: list[list[int]]
+) -> None:
+    """Of one plan: they wait for each other most of the time where other tests have their cores."""
+    with threads(3):
+        decoder = load(*given, kv_dtype=torch.int8)
+        assert run(make_engine(decoder, Plan(3, 6, 2, 2), **BLOCKS), TEXTS, PARAMS) == alone
 
 
 @sweep("name", ALL, ("ngram gated", "hybrid sure gated", "exit tree", "model", "model tree").__contains__)
