@@ -14,7 +14,7 @@ from numba.np.numpy_support import carray, from_dtype
 
 from .attention.numba_pages import CALL as ATTENTION
 from .attention.numba_pages import NO_PATH, cut_by, cut_units
-from .kernel_cache import cfunc, njit
+from .kernel_cache import cfunc, inlined, njit
 from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_narrow import HAS_TILES
@@ -27,12 +27,10 @@ from .pass_structures import CALL, IN_ORDER, LINKED, PLACES, STEP
 # other cores. So many at a time go through an MLP. Measured on two cores: in float32 and in int8, by matrix
 # tiles, too; not in bfloat16 by tiles, which takes so little time that memory is the limit.
 _OWN_TOKENS = 64
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
 # Compiled within its callers alone: LLVM optimises what a kernel calls once more in each that calls it.
-_inlined = njit(error_model="numpy", nogil=True, inline="always")
 
 
-@_kernel
+@njit
 def _copy_rows(
     source: int, source_rows: int, target: int, target_rows: int, size: int, first: int, last: int
 ) -> None:
@@ -49,7 +47,7 @@ def _copy_rows(
             copied[i] = numbers[i]
 
 
-@_kernel
+@njit
 def _add_delta(c: Any, hidden: int, first: int, last: int) -> None:
     size, start = (last - first) * c.hidden_size, 4 * first * c.hidden_size
     numbers = carray(pointer(hidden + start), size, np.float32)
@@ -58,7 +56,7 @@ def _add_delta(c: Any, hidden: int, first: int, last: int) -> None:
         numbers[i] += delta[i]
 
 
-@_kernel
+@njit
 def _norm(c: Any, hidden: int, weight: int, first: int, last: int, has_delta: bool) -> None:
     """Adds `delta`, if there is one, to the hidden states of tokens first to last - 1 -> their norms."""
     shape, start = (last - first, c.hidden_size), 4 * first * c.hidden_size
@@ -68,7 +66,7 @@ def _norm(c: Any, hidden: int, weight: int, first: int, last: int, has_delta: bo
     add_rms_norm(states, delta, carray(pointer(weight), c.hidden_size, np.float32), c.eps, normed)
 
 
-@_kernel
+@njit
 def _rope_and_store(c: Any, step: Any, keys: int, values: int, first: int, last: int) -> None:
     num_tokens = last - first
     size = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -89,20 +87,20 @@ def _rope_and_store(c: Any, step: Any, keys: int, values: int, first: int, last:
     )
 
 
-@_kernel
+@njit
 def _activate(c: Any, size: int, first: int, last: int) -> None:
     gate_up = carray(pointer(c.gate_up + 8 * first * size), (last - first, 2 * size), np.float32)
     silu_mul(gate_up, carray(pointer(c.activated + 4 * first * size), (last - first, size), np.float32))
 
 
-@_kernel
+@njit
 def _has_own_tokens(c: Any, bits: int, shares: int) -> bool:
     """Whether each thread multiplies tokens of its own by all panels, or panels of its own by all tokens."""
     is_by_tiles = bits == 16 and HAS_TILES
     return not is_by_tiles and c.num_tokens >= _OWN_TOKENS * shares
 
 
-@_inlined
+@inlined
 def _multiply_own(
     c: Any, bits: int, x: int, inputs: int, terms: int, weight: Any, out: int, outputs: int, count: int
 ) -> None:
@@ -116,7 +114,7 @@ def _multiply_own(
         numba_gemm.call_multiply(c.multiply, (x, count, inputs, panels, size, bias, out, outputs, 0, 1))
 
 
-@_kernel
+@njit
 def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outputs: int, part: Any) -> None:
     """out [tokens, outputs] = bias + x [tokens, inputs] . weight (panels, size, bias), all together: begins
     with this thread's tokens of x, and returns once all of `out` is there."""
@@ -142,7 +140,7 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
     wait(c.barrier, part[3])
 
 
-@_inlined
+@inlined
 def _attend(c: Any, step: Any, attention: Any, part: Any) -> None:
     """The attention of a layer over its norms, to `delta`; or no more than its keys and values."""
     width, size_q = c.hidden_size, c.num_heads * c.head_dim
@@ -164,7 +162,7 @@ def _attend(c: Any, step: Any, attention: Any, part: Any) -> None:
     _project(c, step.bits, c.attended, size_q, weight, c.delta, width, part)
 
 
-@_inlined
+@inlined
 def _run_mlp(c: Any, step: Any, hidden: int, has_delta: bool, part: Any) -> None:
     """The MLP of a layer, to `delta`, over the norms of hidden states to which `delta` is added first."""
     (first, last, _, shares), width, size = part, c.hidden_size, step.num_inputs
@@ -180,7 +178,7 @@ def _run_mlp(c: Any, step: Any, hidden: int, has_delta: bool, part: Any) -> None
         _project(c, step.bits, c.activated, size, down, c.delta, width, part)
 
 
-@_kernel
+@njit
 def _run_own_mlp(
     c: Any, bits: int, source: Any, gate_up: Any, down: Any, size: int, first: int, last: int
 ) -> None:
@@ -202,7 +200,7 @@ def _run_own_mlp(
         _multiply_own(c, bits, activated, size, terms, down, delta, width, end - begin)
 
 
-@_inlined
+@inlined
 def _read_logits(c: Any, step: Any, part: Any) -> None:
     size, (first, last, _, _) = step.num_outputs, part
     weight = step.head, step.head_size, step.head_bias
@@ -217,7 +215,7 @@ def _read_logits(c: Any, step: Any, part: Any) -> None:
             sums[token] = total
 
 
-@_kernel
+@njit
 def _prepare_attention(c: Any, attention: Any) -> None:
     cu_q_lens = carray(pointer(c.cu_q_lens), attention.num_rows + 1, np.int64)
     units = carray(pointer(attention.units), (c.num_tokens, 3), np.int64)
@@ -230,7 +228,7 @@ def _prepare_attention(c: Any, attention: Any) -> None:
     attention.q, attention.out = c.q, c.attended
 
 
-@_inlined
+@inlined
 def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
     """One pass."""
     (first, last, _, _), width = part, c.hidden_size
@@ -264,7 +262,7 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
         _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(CALL))), cache=True, error_model="numpy")
+@cfunc(types.void(types.CPointer(from_dtype(CALL))))
 def run_pass(data: Any) -> None:
     c = carray(data, 1)[0]
     share, shares, n = take(address_of(data)), count_team(c.team_size), c.num_tokens
@@ -275,7 +273,7 @@ def run_pass(data: Any) -> None:
     _run_steps(c, carray(pointer(c.steps), c.num_steps, STEP), attention, part)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(LINKED))), cache=True, error_model="numpy")
+@cfunc(types.void(types.CPointer(from_dtype(LINKED))))
 def run_linked(data: Any) -> None:
     """Calls the link, then the pass that it has asked for, and so on, until it asks for none."""
     c = carray(data, 1)[0]
@@ -302,11 +300,7 @@ def run_linked(data: Any) -> None:
             counts[which, 2] += now(c.clock) - began
 
 
-@cfunc(
-    types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(IN_ORDER))),
-    cache=True,
-    error_model="numpy",
-)
+@cfunc(types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(IN_ORDER))))
 def in_order(places: Any, data: Any) -> None:
     """A link: each pass once, by its number, over the same tokens."""
     p, asked = carray(places, 1)[0], carray(data, 1)[0]

@@ -1,7 +1,7 @@
-"""numba's `njit` and `cfunc`, whose compiled kernels are kept for as long as no source changes that they can
-be made of.
+"""numba's `njit` and `cfunc` as all kernels are declared, whose compiled code is kept for as long as no
+source changes that it can be made of.
 
-All kernels are declared by these. numba itself asks whether the file that a function stands in has changed,
+numba itself asks whether the file that a function stands in has changed,
 not whether those have that it calls or whose constants it reads. After an upgrade, which leaves compiled
 files where they are, such a kernel would take memory for what it no longer is. What a kernel calls or reads
 its file imports, and so on: these files are asked of all.
@@ -22,10 +22,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numba
 from llvmlite import ir
-from numba import cfunc as cfunc
 from numba import config, types
-from numba import njit as njit
 from numba.core import caching
 from numba.core.errors import TypingError
 from numba.core.event import Event, Listener, register
@@ -35,6 +34,22 @@ PACKAGES = ("hispec", "ee_models", "cache")
 _ROOT = Path(__file__).resolve().parents[1]
 _locators: list[Any] = caching.CacheImpl._locator_classes  # of which numba takes the first that can
 _log = logging.getLogger(__name__)
+
+
+def njit(function: Any = None, **options: Any) -> Any:
+    """numba's: kept on the disk, without Python's lock, dividing as numpy does; `options` go over that."""
+    made = numba.njit(**{"cache": True, "nogil": True, "error_model": "numpy"} | options)
+    return made if function is None else made(function)
+
+
+def inlined(function: Any) -> Any:
+    """What is compiled within each that calls it, and kept with that."""
+    return njit(function, cache=False, inline="always")
+
+
+def cfunc(signature: Any) -> Any:
+    """numba's, as `njit`: compiled where it is declared, of one signature, for calls by address."""
+    return numba.cfunc(signature, cache=True, error_model="numpy")
 
 
 # Also within functions; and in texts, which does no harm. Parsing takes several times as long.
@@ -146,7 +161,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self.num_numbers = len(inspect.signature(function).parameters)
         signature = types.void(*(types.int64,) * self.num_numbers)
-        self.compiled = cfunc(signature, cache=True, error_model="numpy")(function)
+        self.compiled = cfunc(signature)(function)
         self.address: int = self.compiled.address
 
     def __call__(self, *numbers: int) -> None:

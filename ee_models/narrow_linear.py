@@ -43,7 +43,7 @@ class _Call(ctypes.Structure):
 _POINTER = types.CPointer(from_dtype(np.dtype(_Call)))
 
 
-@cfunc(types.void(_POINTER), cache=True, error_model="numpy")
+@cfunc(types.void(_POINTER))
 def _split(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))
@@ -53,7 +53,7 @@ def _split(call: Any) -> None:
         share = take(address_of(call))
 
 
-@cfunc(types.void(_POINTER), cache=True, error_model="numpy")
+@cfunc(types.void(_POINTER))
 def _multiply(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))

@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-@cfunc(types.void(types.CPointer(from_dtype(np.dtype(_Call)))), cache=True, error_model="numpy")
+@cfunc(types.void(types.CPointer(from_dtype(np.dtype(_Call)))))
 def _multiply(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))

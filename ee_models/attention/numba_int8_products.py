@@ -47,7 +47,6 @@ from ..kernels.numba_vectors import (
 from ..kernels.threads import pointer
 from .numba_products import TILE
 
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 QUERIES = 6  # that are taken together, at most
 GROUPS = TILE // GROUP
 _KEYS = 2 * WIDTH  # whose sums, times queries, stay in the CPU's vectors
@@ -220,7 +219,7 @@ _narrow_weights: Any = intrinsic(_narrow_weights_intrinsic)
 _accumulate: Any = intrinsic(_accumulate_intrinsic)
 
 
-@njit(**_OPTIONS)
+@njit
 def round_queries(queries: Any, out: Any, scales: Any, begins: Any) -> None:
     """queries [n, head_dim], mixed where they are, as whole numbers out [n, head_dim] int8; scales [n], which
     take back that keys are mixed, too; begins [n] int32: -128 times their sums."""
@@ -236,7 +235,7 @@ def round_queries(queries: Any, out: Any, scales: Any, begins: Any) -> None:
         begins[i] = -128 * total
 
 
-@njit(**_OPTIONS)
+@njit
 def score(
     queries: Any,
     begins: Any,
@@ -265,7 +264,7 @@ def score(
         _score(num, of_queries, of_begins, of_query_scales, parts, head_dim, of_scores, asked_parts)
 
 
-@njit(**_OPTIONS)
+@njit
 def accumulate(
     weights: Any,
     rounded: Any,

@@ -8,16 +8,14 @@ import numpy as np
 
 from cache.int8_kv import GROUP
 
-from ..kernel_cache import njit
+from ..kernel_cache import inlined, njit
 from ..kernels.numba_int8_kv import bytes_of_head, copy_key, copy_value
 from ..kernels.numba_math import ONE
 from .numba_int8_products import GROUPS, QUERIES, accumulate, round_queries, score
 from .numba_products import FAR_BELOW, TILE, query_at, weigh
 
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 
-
-@njit(**_OPTIONS)
+@njit
 def _find_groups(
     table: Any,
     block_size: int,
@@ -37,7 +35,7 @@ def _find_groups(
         of_keys[i], of_values[i] = bases[0] + offset, bases[1] + offset
 
 
-@njit(**_OPTIONS)
+@njit
 def _gather_path(
     path: Any,
     path_start: int,
@@ -73,7 +71,7 @@ def _gather_path(
 
 
 # Within its caller alone: LLVM optimises what a kernel calls once more in each that calls it.
-@njit(**_OPTIONS | {"cache": False, "inline": "always"})
+@inlined
 def attend_unit_in_int8(
     q: Any, keys: int, values: int, num_kv_heads: int, places: Any, part: Any, scale: Any, out: Any
 ) -> None:

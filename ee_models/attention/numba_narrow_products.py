@@ -44,7 +44,6 @@ from ..kernels.numba_vectors import (
 from ..kernels.threads import pointer
 from .numba_products import PAIRS, TILE, row_at, transposed, vector_at
 
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 _LINE, _HALF = 64, ir.IntType(16)
 _HALVES = [INT(4 * WIDTH * i) for i in range(2)]  # where vectors of a group's sums begin
 # Two lines of bfloat16, number beside number, as CPUs do it: of each lane of eight the first or last four.
@@ -225,14 +224,14 @@ _score_placed: Any = intrinsic(_score_placed_intrinsic)
 _accumulate_placed: Any = intrinsic(_accumulate_placed_intrinsic)
 
 
-@njit(**_OPTIONS)
+@njit
 def pack_queries(queries: Any, out: Any) -> None:
     """queries [n, head_dim] in bfloat16; out [n or more, dims] int16 of zeros."""
     for i in range(queries.shape[0]):
         copy_numbers(queries[i].ctypes.data, queries.shape[1], out[i].ctypes.data, 2)
 
 
-@njit(**_OPTIONS)
+@njit
 def pack_keys(keys: int, head_dim: int, places: Any, count: int, out: Any, asked: Any) -> None:
     """Keys at `count` places from the address `keys` on, and at as many more as make a multiple of WIDTH, in
     out [TILE / 16, dims / 2, 16, 2] int16, whose dims from head_dim on are zeros. asked: address, that of
@@ -251,7 +250,7 @@ def pack_keys(keys: int, head_dim: int, places: Any, count: int, out: Any, asked
                     part[d // 2, k, d % 2] = key[d]
 
 
-@njit(**_OPTIONS)
+@njit
 def pack_values(values: int, head_dim: int, places: Any, count: int, out: Any, asked: Any) -> None:
     """Values at `count` places, after an odd one once more that of the last, and zeros up to TILE, in out
     [dims / 16, TILE / 2, 16, 2] int16, whose dims from head_dim on are zeros. As pack_keys else."""
@@ -274,7 +273,7 @@ def pack_values(values: int, head_dim: int, places: Any, count: int, out: Any, a
                 out[d // WIDTH, pair, d % WIDTH, 1] = of_other[d]
 
 
-@njit(**_OPTIONS)
+@njit
 def score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -> None:
     """scores[k, j] = query i + k . key j for `num` k and `count` j, both as they were packed; what else is
     written to scores [QUERIES, TILE] means nothing."""
@@ -290,7 +289,7 @@ def score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) ->
             numba_pairs.multiply_block(num, num_pairs, of_queries, of_keys, bytes_per_part, 0, of_scores)
 
 
-@njit(**_OPTIONS)
+@njit
 def accumulate(
     weights: Any, packed: Any, values: Any, count: int, factors: Any, sums: Any, i: int, num: int
 ) -> None:
@@ -320,7 +319,7 @@ def accumulate(
             )
 
 
-@njit(**_OPTIONS)
+@njit
 def score_placed(queries: Any, num: int, keys: int, places: Any, count: int, scores: Any, asked: Any) -> None:
     """As pack_keys and score, bit for bit, of queries [num, dims] whose dims are whole groups."""
     asked_keys, asked_places, num_asked = asked
@@ -332,7 +331,7 @@ def score_placed(queries: Any, num: int, keys: int, places: Any, count: int, sco
         _score_placed(num, of_queries, keys, own, queries.shape[1], of_scores, asked_keys, others)
 
 
-@njit(**_OPTIONS)
+@njit
 def accumulate_placed(
     weights: Any,
     packed: Any,

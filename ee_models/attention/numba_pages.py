@@ -28,7 +28,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
-from ..kernel_cache import cfunc, njit
+from ..kernel_cache import cfunc, inlined, njit
 from ..kernels import numba_tiles as tiles
 from ..kernels.cpu import size_of_numbers
 from ..kernels.numba_bfloat16 import GROUP
@@ -56,14 +56,9 @@ _UNITS_PER_THREAD = 3  # at least, where there are tokens for it: one that is do
 NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every slot
 # Multiplications of a call's scores from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 17
-_OPTIONS: dict[str, Any] = {
-    "error_model": "numpy",
-    "cache": True,
-    "nogil": True,
-}
 
 
-@njit(**_OPTIONS)
+@njit
 def _find_places(
     table: Any,
     block_size: int,
@@ -91,7 +86,7 @@ def _find_places(
         places[j] = places[count - 1]
 
 
-@njit(**_OPTIONS)
+@njit
 def _transpose(keys: int, size: int, places: Any, count: int, out: Any, asked: Any) -> None:
     """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key at place j from the address `keys` on, for
     `count` j, and as many more as make a multiple of WIDTH; of numbers of `size` bytes. asked: address,
@@ -105,7 +100,7 @@ def _transpose(keys: int, size: int, places: Any, count: int, out: Any, asked: A
         transpose(keys, size, own, head_dim, (to, bytes_per_row), asked_keys, others)
 
 
-@njit(**_OPTIONS)
+@njit
 def _score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -> None:
     """scores[k, j] = query i + k . key j of a transposed tile, for `num` k and `count` j; what else is
     written to scores means nothing."""
@@ -117,7 +112,7 @@ def _score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -
         score(num, of_queries, of_keys, head_dim, of_scores)
 
 
-@njit(**_OPTIONS)
+@njit
 def _accumulate(
     weights: Any,
     values: int,
@@ -155,7 +150,7 @@ def _accumulate(
         )
 
 
-@njit(**_OPTIONS)
+@njit
 def _copy_rest(values: int, size: int, head_dim: int, places: Any, count: int, out: Any) -> None:
     """out[j, d - whole] = number d of the value at place j, for the d of `head_dim` that make no whole
     COLUMNS, and `count` j. Number by number, but once for all queries, whose sums then are of vectors."""
@@ -166,7 +161,7 @@ def _copy_rest(values: int, size: int, head_dim: int, places: Any, count: int, o
 
 
 # Within its caller alone: LLVM optimises what a kernel calls once more in each that calls it.
-@njit(**_OPTIONS | {"cache": False, "inline": "always"})
+@inlined
 def _attend_unit(
     q: Any,
     keys: int,
@@ -342,7 +337,7 @@ class Call(ctypes.Structure):
 CALL = np.dtype(Call)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(CALL))), **_OPTIONS)
+@cfunc(types.void(types.CPointer(from_dtype(CALL))))
 def attend(data: Any) -> None:
     """Computes units of the pass of a Call until none is left, on any number of threads at once."""
     c = carray(data, 1)[0]
@@ -374,7 +369,7 @@ def attend(data: Any) -> None:
         tiles.end()
 
 
-@njit(**_OPTIONS)
+@njit
 def cut_units(cu_q_lens: Any, tokens_per_unit: int, units: Any) -> int:
     """Writes units [most, 3]: (row, first token, last token + 1) -> how many."""
     count = 0
@@ -386,7 +381,7 @@ def cut_units(cu_q_lens: Any, tokens_per_unit: int, units: Any) -> int:
     return count
 
 
-@njit(**_OPTIONS)
+@njit
 def cut_by(num_tokens: int, num_kv_heads: int, many_units: int, most: int) -> int:
     """Tokens of a row in one unit: so many, at most `most`, that there are `many_units` of a KV head."""
     return min(most, max(1, (num_tokens * num_kv_heads + many_units - 1) // many_units))

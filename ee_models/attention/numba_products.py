@@ -264,14 +264,14 @@ add_weighted: Any = intrinsic(_add_weighted_intrinsic)
 weigh: Any = intrinsic(_weigh_intrinsic)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@njit
 def vector_at(places: int, j: int, count: int) -> int:
     """The address of places from j on, of those at the address `places`; where j is past `count` of them, of
     the last vector of these."""
     return places + 8 * min(j, (count - 1) // WIDTH * WIDTH)
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
+@njit
 def query_at(i: int, num_per_head: int, group: int, first: int, first_head: int) -> Any:
     """The token and the head of a unit's i-th query."""
     kv_head, of_head = first_head + i // num_per_head, i % num_per_head

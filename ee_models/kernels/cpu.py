@@ -21,17 +21,16 @@ from .numba_math import ONE, exp32
 from .numba_vectors import copy_numbers, sum_of_squares
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-_kernel = njit(error_model="numpy", cache=True, nogil=True)
 
 
-@_kernel
+@njit
 def _inverse_rms(x: Any, eps: Any) -> Any:
     """1 / sqrt(mean(x ** 2) + eps)."""
     total = sum_of_squares(x.ctypes.data, x.shape[0])
     return ONE / np.float32(math.sqrt(total / np.float32(x.shape[0]) + np.float32(eps)))
 
 
-@_kernel
+@njit
 def add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     size = hidden.shape[1]
     for token in range(hidden.shape[0]):
@@ -45,7 +44,7 @@ def add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> No
             o[i] = h[i] * scale * weight[i]
 
 
-@_kernel
+@njit
 def _store(x: int, head_dim: int, base: int, at: Any, size: int, is_key: bool, spare: int) -> None:
     """Writes a head's float32 at the address x, whose keys of int8 are worked on there, to its place (slot,
     head, heads) in keys or values from the address `base` on, of numbers of `size` bytes; spare: room for as
@@ -58,7 +57,7 @@ def _store(x: int, head_dim: int, base: int, at: Any, size: int, is_key: bool, s
         copy_numbers(x, head_dim, base + (slot * num_kv_heads + head) * size * head_dim, size)
 
 
-@_kernel
+@njit
 def rope_and_store(
     qkv: Any,
     cos_sin: Any,
@@ -105,7 +104,7 @@ def rope_and_store(
             _store(x.ctypes.data, head_dim, values, at, kv_size, False, spare.ctypes.data)
 
 
-@_kernel
+@njit
 def silu_mul(gate_up: Any, out: Any) -> None:
     size = out.shape[1]
     for token in range(out.shape[0]):
@@ -114,7 +113,7 @@ def silu_mul(gate_up: Any, out: Any) -> None:
             o[i] = gate[i] / (ONE + exp32(-gate[i])) * up[i]
 
 
-@_kernel
+@njit
 def widen(logits: Any, vocabulary: Any, out: Any) -> None:
     for row in range(out.shape[0]):
         out[row] = -np.inf

@@ -21,7 +21,6 @@ from .threads import pointer
 GROUP, COLUMNS = 32, 32
 # Bytes of a panel ahead of its groups, and of one of them.
 HEAD, GROUP_BYTES = 4 * COLUMNS, 2 * GROUP * COLUMNS
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
 def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
@@ -35,12 +34,12 @@ def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([head, pairs.view(len(pairs), -1).view(torch.uint8)], 1)
 
 
-@_kernel
+@njit
 def bytes_of_token(groups: int) -> int:
     return groups * 2 * GROUP + LINE
 
 
-@_kernel
+@njit
 def split(x: int, num_inputs: int, to: int, groups: int) -> None:
     """A token [in] at the address x: at the address `to` in bfloat16, and zeros up to a whole group."""
     copy_numbers(x, num_inputs, to, 2)

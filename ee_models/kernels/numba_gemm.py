@@ -104,7 +104,7 @@ def _tile(
 _multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit
 def copy_tile(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out: int) -> None:
     """The first columns of tile [tokens, COLUMNS] to rows at the address `out`."""
     for token in range(num_tokens):

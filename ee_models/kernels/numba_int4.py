@@ -97,7 +97,7 @@ def _fit(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scale[:, :, 0], minimum[:, :, 0], q.to(torch.uint8)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit
 def _find_best(weight: Any, minima: Any, tried: Any) -> Any:
     """Which of the scales tried [out, groups, tries] is off least, of each group."""
     best = np.zeros(minima.shape, np.int64)
@@ -120,7 +120,7 @@ def _find_best(weight: Any, minima: Any, tried: Any) -> Any:
 _LARGEST_K = np.float32(32767)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit
 def split(x: int, num_inputs: int, to: int, groups: int) -> None:
     """Of a token [in] at the address x: at the address `to` its numbers [groups, GROUP] int16, the sum of
     each group, float32, and its scale, NaN where it has a number that is not finite."""

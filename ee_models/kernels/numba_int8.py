@@ -75,7 +75,7 @@ else:
 NUMBER_BYTES = 2 if DOT == "pairs" else 1
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit
 def group_size(num_inputs: int) -> int:
     """How many of so many inputs share a scale: the most blocks that all can be shared out into."""
     blocks = (num_inputs + BLOCK - 1) // BLOCK
@@ -287,7 +287,7 @@ def _narrow(builder: Any, whole: Any) -> Any:
 _split_group: Any = intrinsic(_split_group_intrinsic)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit
 def split(x: int, num_inputs: int, to: int, groups: int) -> None:
     """Of a token [in] at the address x: at the address `to` its whole numbers [groups, inputs of one], then
     of each group its scale, NaN where one that is mixed is not finite, and -128 times their sum."""

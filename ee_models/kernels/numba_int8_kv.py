@@ -9,23 +9,21 @@ from numba.np.numpy_support import carray
 from cache import int8_kv
 from cache.int8_kv import FOUR, GROUP, MULTIPLE
 
-from ..kernel_cache import njit
+from ..kernel_cache import inlined, njit
 from .numba_rounding import mix_numbers, narrow
 from .threads import pointer
 
 LINE = 64  # bytes of four numbers of a group's slots, or of MULTIPLE numbers of four
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
-_inlined = njit(error_model="numpy", nogil=True, inline="always")
-bytes_of_head, num_mixed = _inlined(int8_kv.bytes_per_group), _inlined(int8_kv.num_mixed)
+bytes_of_head, num_mixed = inlined(int8_kv.bytes_per_group), inlined(int8_kv.num_mixed)
 
 
-@_kernel
+@njit
 def _place_of_value(d: int, lane: int) -> int:
     """Where number d of a slot's value lies in its group, in bytes."""
     return (d // MULTIPLE * (GROUP // FOUR) + lane // FOUR) * LINE + FOUR * (d % MULTIPLE) + lane % FOUR
 
 
-@_kernel
+@njit
 def store_head(x: int, head_dim: int, spare: int, group: int, lane: int, is_key: bool) -> None:
     """Writes a head's float32 at the address x, which are mixed there if they are keys, to a slot of its
     group; spare: room for as many bytes."""
@@ -45,7 +43,7 @@ def store_head(x: int, head_dim: int, spare: int, group: int, lane: int, is_key:
     carray(pointer(group + GROUP * head_dim), GROUP, np.float32)[lane] = scale
 
 
-@_kernel
+@njit
 def copy_key(source: int, lane: int, target: int, to_lane: int, head_dim: int) -> None:
     """What a head's group says of a slot, to a slot of another."""
     given = carray(pointer(source), GROUP * head_dim // FOUR, np.int32)
@@ -55,7 +53,7 @@ def copy_key(source: int, lane: int, target: int, to_lane: int, head_dim: int) -
     _copy_scale(source, lane, target, to_lane, head_dim)
 
 
-@_kernel
+@njit
 def copy_value(source: int, lane: int, target: int, to_lane: int, head_dim: int) -> None:
     """As copy_key."""
     given = carray(pointer(source), GROUP * head_dim, np.int8)
@@ -65,7 +63,7 @@ def copy_value(source: int, lane: int, target: int, to_lane: int, head_dim: int)
     _copy_scale(source, lane, target, to_lane, head_dim)
 
 
-@_kernel
+@njit
 def _copy_scale(source: int, lane: int, target: int, to_lane: int, head_dim: int) -> None:
     scales = carray(pointer(source + GROUP * head_dim), GROUP, np.float32)
     carray(pointer(target + GROUP * head_dim), GROUP, np.float32)[to_lane] = scales[lane]

@@ -40,7 +40,6 @@ _TILES_FROM = 9
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
 _MAKE_PANELS = {4: numba_int4.make_panels, 8: numba_int8.make_panels, 16: numba_bfloat16.make_panels}
 HAS_TILES, _HAS_INT8_TILES = numba_tiles.HAS_TILES, numba_int8_tiles.HAS_TILES
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
 def multiplies_bfloat16() -> bool:
@@ -54,7 +53,7 @@ def tiles_from() -> int:
     return _TILES_FROM if _HAS_INT8_TILES and numba_tiles.can_multiply() else 0
 
 
-@_kernel
+@njit
 def count_bytes(bits: int, num_inputs: int) -> Any:
     """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's numbers."""
     if bits == 16:
@@ -111,7 +110,7 @@ def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, las
             numba_int8.split(own, num_inputs, to, groups)
 
 
-@_kernel
+@njit
 def _multiply_by_tiles(
     bits: int,
     ahead: int,

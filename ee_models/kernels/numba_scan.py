@@ -48,7 +48,7 @@ def _sum_of_exp_intrinsic(_context: Any, x: Any, count: Any, peak: Any) -> Any:
 _sum_of_exp: Any = intrinsic(_sum_of_exp_intrinsic)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def scan_row(logits: int, size: int, sums: bool) -> Any:
     """Of `size` logits at an address: which is the largest, the first of equals; and the sum of exp(logit -
     largest), 0 unless `sums`, NaN where none is above -inf."""

@@ -13,7 +13,7 @@ from ee_models.kernel_cache import njit
 _NEVER = np.empty(0, np.bool_)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _accept(own: Any, begins: Any, tokens: Any, first: Any, counts: Any, unsure: Any, out: Any) -> None:
     for row in range(first.shape[0]):
         begin, end = begins[row], begins[row + 1]

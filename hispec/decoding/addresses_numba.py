@@ -12,7 +12,7 @@ from torch import Tensor
 from ee_models.kernel_cache import njit
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _locate(
     num_live: Any,
     first: Any,

@@ -25,7 +25,6 @@ from .acceptance import Source
 from .addresses_numba import _locate
 from .row_steps_numba import _count_live, _end_check, _end_verify, _take_drafts
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
 _NEVER, _CHAIN = np.empty(0, np.bool_), np.empty((0, 0), np.int64)
 
 
@@ -125,31 +124,31 @@ class Rounds(ctypes.Structure):
 _ROUNDS, _LOOKUPS = np.dtype(Rounds), np.dtype(Lookups)
 
 
-@_kernel
+@njit
 def _of_rows(r: Any) -> Any:
     return carray(pointer(r.of_rows), (Row.COUNTS, r.num_rows), np.int64)
 
 
-@_kernel
+@njit
 def _tokens(r: Any) -> Any:
     return carray(pointer(r.tokens), (r.num_rows, r.window + 1), np.int64)
 
 
-@_kernel
+@njit
 def _notes(r: Any) -> Any:
     """Of the round: [3 + 3 R, rows] where the kernels of a round want a column for each cycle."""
     width = 3 + 3 * r.num_checks
     return carray(pointer(r.notes), (r.most_rounds, r.num_rows, width), np.int64)[r.num_done]
 
 
-@_kernel
+@njit
 def copy_numbers(source: Any, target: Any) -> None:
     """To assign an array, numba compiles what an error says of two shapes: a sixth of all that is here."""
     for i in range(target.shape[0]):
         target[i] = source[i]
 
 
-@_kernel
+@njit
 def _place(p: Any, r: Any, stage: int, first: Any, first_node: int, num_nodes: int, live: Any) -> None:
     """The next pass is over nodes first_node to first_node + num_nodes - 1 of each row, as far as they are
     live, after column first."""
@@ -166,7 +165,7 @@ def _place(p: Any, r: Any, stage: int, first: Any, first_node: int, num_nodes: i
     p.which, p.num_tokens = stage, n
 
 
-@_kernel
+@njit
 def _ask(r: Any, function: int, first: int, most: int, counts: int) -> None:
     """Calls the drafter that looks up with these lines of the rows."""
     rows = _of_rows(r)
@@ -177,7 +176,7 @@ def _ask(r: Any, function: int, first: int, most: int, counts: int) -> None:
     call_with_two(function, r.lookups, r.index)
 
 
-@_kernel
+@njit
 def _begin_cycle(p: Any, r: Any) -> None:
     """Looks drafts up; then an exit drafts where there are none."""
     rows = _of_rows(r)
@@ -206,7 +205,7 @@ def _begin_cycle(p: Any, r: Any) -> None:
         _draft_on(p, r)
 
 
-@_kernel
+@njit
 def _draft_on(p: Any, r: Any) -> None:
     """The exit's next pass: over the last token of the rows that go on drafting, the last draft included."""
     rows, any_live = _of_rows(r), False
@@ -222,7 +221,7 @@ def _draft_on(p: Any, r: Any) -> None:
     _take(p, r)
 
 
-@_kernel
+@njit
 def _end_draft(p: Any, r: Any) -> None:
     """Puts what the exit has chosen; a row that is not sure enough drafts no further."""
     rows, tokens, n = _of_rows(r), _tokens(r), p.num_tokens
@@ -235,7 +234,7 @@ def _end_draft(p: Any, r: Any) -> None:
             rows[Row.LIVE, row] = min(rows[Row.LIVE, row], r.depth + 1)
 
 
-@_kernel
+@njit
 def _take(p: Any, r: Any) -> None:
     """Takes the cycle's drafts; the tier above is next."""
     rows, notes, num_checks = _of_rows(r), _notes(r), r.num_checks
@@ -270,7 +269,7 @@ def _take(p: Any, r: Any) -> None:
     _place(p, r, stage, rows[Row.FIRST], 0, r.num_drafts + 1, rows[Row.LIVE])
 
 
-@_kernel
+@njit
 def _judge(p: Any, r: Any, first: Any, counts: Any, unsure: Any) -> None:
     """Keeps of `counts` tokens after column `first` those that the pass has chosen, too."""
     rows, out = _of_rows(r), np.empty((2, r.num_rows), np.int64)
@@ -281,7 +280,7 @@ def _judge(p: Any, r: Any, first: Any, counts: Any, unsure: Any) -> None:
     copy_numbers(out[1], rows[Row.OWN])
 
 
-@_kernel
+@njit
 def _check(p: Any, r: Any) -> None:
     """Ends a check: another cycle, or verify, is next."""
     rows, n = _of_rows(r), p.num_tokens
@@ -321,7 +320,7 @@ def _check(p: Any, r: Any) -> None:
     _place(p, r, Stage.VERIFY, rows[Row.NOTHING], 0, r.window, rows[Row.LIVE])
 
 
-@_kernel
+@njit
 def _verify(p: Any, r: Any) -> None:
     """Ends a round: notes and commits what verify has kept, and begins the next, unless it was the last."""
     rows, tokens, notes = _of_rows(r), _tokens(r), _notes(r)
@@ -350,7 +349,7 @@ def _verify(p: Any, r: Any) -> None:
     _begin_cycle(p, r)
 
 
-@_kernel
+@njit
 def _commit(r: Any, counts: Any, evidence: Any) -> bool:
     """Adds the first counts [rows] of tokens[:, 1:] to what is committed -> whether the next round would be
     another: where a row ends, or lacks places, or none may speculate."""
@@ -377,11 +376,7 @@ def _commit(r: Any, counts: Any, evidence: Any) -> bool:
     return is_over or not may_speculate
 
 
-@cfunc(
-    types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(_ROUNDS))),
-    cache=True,
-    error_model="numpy",
-)
+@cfunc(types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(_ROUNDS))))
 def advance(places: Any, rounds: Any) -> None:
     """The link of rounds: ends the stage that has run, and asks for the next one's pass."""
     p, r = carray(places, 1)[0], carray(rounds, 1)[0]

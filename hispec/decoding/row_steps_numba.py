@@ -16,7 +16,7 @@ _NEVER = np.empty(0, np.bool_)
 _CHAIN = np.empty((0, 0), np.int64)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _count_live(limits: Any, first: Any, most_drafts: Any, num_nodes: int, less: int, out: Any) -> None:
     for row in range(first.shape[0]):
         left = min(limits[row] - first[row], num_nodes)
@@ -35,7 +35,7 @@ def count_live(
     return torch.from_numpy(out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _take_drafts(
     tokens: Any,
     limits: Any,
@@ -105,7 +105,7 @@ def take_drafts(
     return counts, num_live
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _end_check(
     tokens: Any,
     limits: Any,
@@ -148,7 +148,7 @@ def end_check(
     return torch.from_numpy(out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _end_verify(
     logits: Any,
     tokens: Any,
@@ -193,7 +193,7 @@ def end_verify(
     return torch.from_numpy(counts), torch.from_numpy(evidence)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit
 def _put(target: Any, rows: Any, columns: Any, values: Any, shift: int) -> None:
     for index in range(rows.shape[0]):
         for place in range(values.shape[1]):

@@ -23,7 +23,6 @@ from .ngram_table import EMPTY, FACTOR, make_table
 
 # One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
 # dearly.
-_kernel = njit(cache=True, nogil=True)
 _FACTOR = FACTOR & 0xFFFFFFFFFFFFFFFF
 _LIKELY, _RIVAL, _ONE = np.array(LIKELY, np.float32), np.float32(RIVAL), np.float32(1.0)
 
@@ -216,7 +215,7 @@ class LookupIndex(Lookup):
         return counts
 
 
-@_kernel
+@njit
 def _same(text: Any, end: Any, other: Any, other_end: Any, size: Any) -> Any:
     """Whether the n-grams that end at text[end] and other[other_end] are the same tokens."""
     for back in range(size):  # noqa: SIM110 - all() of a generator is not numba
@@ -225,7 +224,7 @@ def _same(text: Any, end: Any, other: Any, other_end: Any, size: Any) -> Any:
     return True
 
 
-@_kernel
+@njit
 def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> Any:
     """(slot, position) of the n-gram that ends at other[end]: where it last ended in text `row`, or -1 and
     the slot that would say so."""
@@ -246,13 +245,13 @@ def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> 
     return slot, np.int64(-1)
 
 
-@_kernel
+@njit
 def _clear(texts: Any, row: Any) -> None:
     texts.bases[row] += texts.lengths[row]
     texts.lengths[row] = 0
 
 
-@_kernel
+@njit
 def _append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
     """Adds `token_ids` (which must fit) to text `row`, and indexes the n-grams that a token follows now.
 
@@ -271,7 +270,7 @@ def _append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
             tables[size - min_size, slot] = texts.bases[row] + end + 1
 
 
-@_kernel
+@njit
 def _latest(
     texts: Any, row: Any, store: Any, current: Any, near: Any, num_near: Any, num_own: Any, min_size: Any
 ) -> Any:
@@ -301,7 +300,7 @@ def _latest(
     return -1, np.int64(0)
 
 
-@_kernel
+@njit
 def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_near: Any) -> Any:
     """Tokens that are the same up to `end` of a source and up to the text's end; the source goes on with
     `tail` after `length` tokens."""
@@ -316,7 +315,7 @@ def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_n
     return matched
 
 
-@_kernel
+@njit
 def _guess(table: Any, near: Any, num_near: Any) -> Any:
     """(token, share) of the longest context that ends near[:num_near]; a share of 0 where there is none."""
     token, share, hashed = np.int32(0), np.float32(0.0), np.uint64(0)
@@ -335,7 +334,7 @@ def _guess(table: Any, near: Any, num_near: Any) -> Any:
     return token, share
 
 
-@_kernel
+@njit
 def _propose(
     texts: Any,
     store: Any,
@@ -409,7 +408,7 @@ _INDEX, _LOOKUPS = np.dtype(_Index), np.dtype(Lookups)
 _LINK = types.void(types.CPointer(from_dtype(_LOOKUPS)), types.CPointer(from_dtype(_INDEX)))
 
 
-@_kernel
+@njit
 def _texts_at(at: Any) -> Any:
     return Texts(
         carray(pointer(at.tokens), (at.count, at.capacity), np.int32),
@@ -420,7 +419,7 @@ def _texts_at(at: Any) -> Any:
     )
 
 
-@_kernel
+@njit
 def _table_at(at: Any) -> Any:
     return Table(
         carray(pointer(at.keys), at.count, np.int64),
@@ -432,7 +431,7 @@ def _table_at(at: Any) -> Any:
     )
 
 
-@cfunc(_LINK, cache=True)
+@cfunc(_LINK)
 def propose(lookups: Any, index: Any) -> None:
     """As LookupIndex.propose."""
     asked, at = carray(lookups, 1)[0], carray(index, 1)[0]
@@ -452,7 +451,7 @@ def propose(lookups: Any, index: Any) -> None:
     )
 
 
-@cfunc(_LINK, cache=True)
+@cfunc(_LINK)
 def extend(lookups: Any, index: Any) -> None:
     """As LookupIndex.extend."""
     asked, at = carray(lookups, 1)[0], carray(index, 1)[0]

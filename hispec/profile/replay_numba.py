@@ -7,11 +7,9 @@ from typing import Any
 
 try:
     from ee_models.kernel_cache import njit
-
-    _kernel = njit(cache=True)
 except ImportError:  # a machine with a GPU need not have numba: the same code, a hundred times slower
 
-    def _kernel(function: Any) -> Any:
+    def njit(function: Any = None, **options: Any) -> Any:
         return function
 
 
@@ -22,7 +20,7 @@ NUM_TOTALS = 3
 LOOKED_UP, CHECK, VERIFY, LEVELS = range(4)
 
 
-@_kernel
+@njit
 def _draft(room: Any, length: Any, num_branches: Any, sure: Any, widths: Any) -> None:
     """Counts the passes of a computed draft, one for each level of the tree, as far as there is room, and up
     to the first draft that is not sure."""
@@ -36,7 +34,7 @@ def _draft(room: Any, length: Any, num_branches: Any, sure: Any, widths: Any) ->
         widths[LEVELS + level, live] += 1
 
 
-@_kernel
+@njit
 def walk(
     starts: Any,
     lengths: Any,

@@ -15,7 +15,7 @@ from ee_models.kernel_cache import njit
 _LARGEST_DRAW = 16.7
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _draw(token: Any, low: Any, high: Any) -> Any:
     """The noise of one token: the twin of noise.gumbel."""
     mask = np.uint64(0xFFFFFFFF)
@@ -28,7 +28,7 @@ def _draw(token: Any, low: Any, high: Any) -> Any:
     return -math.log(-math.log((float(x >> np.uint64(9)) + 0.5) * 2.0**-23))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _argmax_with_noise(logits: Any, keys: Any, out: Any) -> None:
     for row in range(logits.shape[0]):
         scores = logits[row]

@@ -13,10 +13,9 @@ from ee_models.kernels.numba_math import ZERO, exp32
 from ee_models.kernels.numba_scan import scan_row
 
 _ALL = np.empty(0, np.int64)
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
 
 
-@_kernel
+@njit
 def _scan(logits: Any, rows: Any, best: Any, sums: Any) -> None:
     """As `scan_row` of each of `rows`; no sums if `sums` is empty. No rows: all."""
     for i in range(best.shape[0]):
@@ -26,7 +25,7 @@ def _scan(logits: Any, rows: Any, best: Any, sums: Any) -> None:
             sums[i] = total
 
 
-@_kernel
+@njit
 def _divide(logits: Any, token_ids: Any, best: Any, sums: Any, out: Any) -> None:
     for row in range(out.shape[0]):
         peak = logits[row, best[row]]

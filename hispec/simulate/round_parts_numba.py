@@ -6,17 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ee_models.kernel_cache import njit
+from ee_models.kernel_cache import inlined, njit
 
 from .row_state import RoundPlan, Rows
 from .tables import Tables
 from .workload import DRAFT, EXIT, GATE, MATCH, VERIFY
 
-kernel = njit(cache=True, nogil=True)
-inlined = njit(cache=True, nogil=True, inline="always")
 
-
-@kernel
+@njit
 def uniform(seed: Any, stream: int, position: int) -> Any:
     """A hash in [0, 1) of its arguments alone: a draft at a position is right or wrong under every policy and
     plan."""
@@ -30,7 +27,7 @@ def uniform(seed: Any, stream: int, position: int) -> Any:
     return float((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@kernel
+@njit
 def cost(stage: Any, rows: int, tokens: int, context: int) -> Any:
     """Seconds of a pass, as hispec.latency.model.Linear; stage [terms], see Tables."""
     seconds = stage[0] + stage[1] * rows + stage[2] * context + stage[3] * tokens * context / max(rows, 1)
@@ -39,7 +36,7 @@ def cost(stage: Any, rows: int, tokens: int, context: int) -> Any:
     return seconds
 
 
-@kernel
+@njit
 def drift_factor(points: Any, now: float) -> Any:
     """The factor at this time of a drift [2, points], linear between points."""
     seconds, factors = points[0], points[1]
@@ -65,13 +62,13 @@ def padded_rows(tables: Tables, rows: int) -> int:
     return rows
 
 
-@kernel
+@njit
 def own(value: int, most: int) -> int:
     """K or R of a row: the plan's, unless the row has a smaller one of its own."""
     return most if value < 0 else min(most, value)
 
 
-@kernel
+@njit
 def limit(row: Any, plan: RoundPlan) -> int:
     """Positions that a round may process for a row, never more than it may still output."""
     drafts = own(row.num_drafts, plan.num_drafts)
@@ -79,7 +76,7 @@ def limit(row: Any, plan: RoundPlan) -> int:
     return min(window, row.max_tokens - row.output)
 
 
-@kernel
+@njit
 def blocks_needed(rows: Rows, plan: RoundPlan, block_size: int) -> int:
     """KV blocks that all rows together may need in the next round."""
     needed = 0
@@ -184,7 +181,7 @@ def goes_on(tables: Tables, row: Any, route: int, cycle: int, tentative: int, fa
     )
 
 
-@kernel
+@njit
 def rounds_left(tables: Tables, request: int, route: int, num_drafts: int, output: int, target: int) -> int:
     """Rounds until the output is complete, by a plan of two tiers (num_drafts 0 = plain) without drift; for
     oracles."""

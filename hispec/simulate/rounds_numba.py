@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ee_models.kernel_cache import njit
+from ee_models.kernel_cache import inlined, njit
 
 from ..control.route_costs import (
     BARE_SLOT,
@@ -52,8 +52,6 @@ from .row_state import (
 )
 from .tables import Tables
 
-kernel = njit(cache=True, nogil=True)
-inlined = njit(cache=True, nogil=True, inline="always")
 # What a row does in a round: tentative tokens so far (0 = not in it), drafts, tokens accepted by the last
 # tier, cycles, whether a check stopped it; and in the cycle under way: whether it is in it, drafts, whether
 # they were looked up, context tokens.
@@ -139,7 +137,7 @@ def _draft_cost(tables: Tables, states: Rows, plan: RoundPlan, paid: int, contex
     return seconds, passes
 
 
-@kernel
+@njit
 def _round(tables: Tables, rows: Rows, plan: RoundPlan, num_ready: int, now: float, log: RoundLog) -> Any:
     """One speculative round -> seconds."""
     stages, passes, drift = tables.stages[plan.route], tables.passes[plan.route], tables.drift[plan.route]
@@ -220,7 +218,7 @@ def _plain_round(tables: Tables, rows: Rows, num_ready: int, context: int, log: 
     return cost(tables.plain, paid, paid, context)
 
 
-@kernel
+@njit
 def run_rounds(
     tables: Tables,
     rows: Rows,
