@@ -19,6 +19,7 @@ class Admission:
     """Checks and makes an engine's requests.
 
     max_model_len, num_blocks, block_size   the most tokens and KV blocks of a request
+    has_most                                whether that is all that the model has positions for
     seed                                    base of the seeds of requests that bring none
     """
 
@@ -28,6 +29,7 @@ class Admission:
     block_size: int
     seed: int
     eos_token_ids: frozenset[int]
+    has_most: bool = False
 
     def check(
         self,
@@ -89,8 +91,13 @@ class Admission:
             return None
         return (
             f"the prompt has {prompt_len} tokens, but max_model_len={self.max_model_len} must hold it and one"
-            " token of output; shorten it or raise max_model_len"
+            f" token of output; shorten it{self.way_out}"
         )
+
+    @property
+    def way_out(self) -> str:
+        """What else would do for what is too long."""
+        return "" if self.has_most else " or raise max_model_len"
 
     def most_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """The most tokens of output that a request with a prompt of so many may have."""
@@ -184,8 +191,8 @@ def _problem_of_pair(admission: Admission, prompt: object, continuation: object)
     if length > admission.max_model_len:
         return (
             f"prompt and continuation have {length + 1} tokens, of which all but the last must fit into"
-            f" max_model_len={admission.max_model_len}; leave out the prompt's beginning, or raise"
-            " max_model_len"
+            f" max_model_len={admission.max_model_len}; leave out the prompt's"
+            f" beginning{admission.way_out}"
         )
     needed = -(-length // admission.block_size)
     if needed > admission.num_blocks:

@@ -38,7 +38,7 @@ from ..stats import EngineStats
 from ..utils.devices import on_device
 from .admission import Admission, arrival_problem, list_ids
 from .kv_offload import KVOffloader
-from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
+from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len, most_model_len
 from .pretrained import MeasureLatency, Pretrained
 from .recorder import Recorder
 from .scoring import Pair, Scorer
@@ -104,9 +104,8 @@ class Engine:
         model = decoder.config
         scheduling = scheduling or SchedulingConfig()
         self._decoder, self._config = decoder, config
-        self.max_model_len = max_model_len(
-            config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window
-        )
+        limits = min(model.max_position_embeddings, decoder.max_positions), model.sliding_window
+        self.max_model_len = max_model_len(config, *limits)
         self._counters = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._plans = PlanCache(config, self.max_model_len, self._counters, sharers)
         spec = PlanSpec(Models(decoder, tuple(exits), draft_model, tuple(tables)), speculative, plan, latency)
@@ -130,6 +129,7 @@ class Engine:
             config.block_size,
             config.seed,
             frozenset(token for token in eos_token_ids if 0 <= token < model.vocab_size),
+            has_most=self.max_model_len == most_model_len(*limits),
         )
         self._names, self._numbers = itertools.count(), itertools.count()
         self.is_closed = self._is_draining = False

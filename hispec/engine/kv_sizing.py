@@ -67,10 +67,15 @@ def try_largest_passes(
     rounds.try_largest_passes(trial, prompt_bucket(prefill))
 
 
+def most_model_len(max_position_embeddings: int, sliding_window: int | None) -> int:
+    """The longest sequence in tokens that a model takes."""
+    return min(max_position_embeddings, sliding_window or max_position_embeddings)
+
+
 def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_window: int | None) -> int:
     """The longest sequence in tokens: as configured, or the model's own limit. Raises ConfigError if the
     setting is above that limit."""
-    limit = min(max_position_embeddings, sliding_window or max_position_embeddings)
+    limit = most_model_len(max_position_embeddings, sliding_window)
     if config.max_model_len is not None and config.max_model_len > limit:
         what = "sliding_window" if limit == sliding_window else "max_position_embeddings"
         raise ConfigError(

@@ -76,7 +76,8 @@ def find_files(config: InputConfig) -> list[Path]:
             raise ConfigError(f"input.path: no file is named like {path}")
     for path in files:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"input.path: {path} is not a regular file")
+            hint = f"; name its files, such as {path / '*.jsonl'}" if path.is_dir() else "; name another"
+            raise ConfigError(f"input.path: {path} is not a regular file{hint}")
     if len({os.path.realpath(path) for path in files}) < len(files):
         raise ConfigError(f"input.path: {config} names a file twice; name each once")
     return files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, cut, nearest, shown
@@ -51,7 +51,8 @@ def read_sampling(url: str, body: Any) -> dict[str, Any]:
     known = (_prompt_name(url), *SAME, *IGNORED, *_READ, *_HARMLESS)
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{cut(name)}: unknown parameter{nearest(name, known)}; leave it out")
+            hint = nearest(name, (_prompt_name(url), *SAME, *_READ), 0.7)  # what would do something
+            raise ConfigError(f"{cut(name)}: unknown parameter{hint}; leave it out")
         if name in _HARMLESS and value not in _HARMLESS[name]:
             raise ConfigError(f"{name}={shown(value)} is not supported; leave it out")
     return _read_sampling(given, url == CHAT)
@@ -74,15 +75,20 @@ def read_prompts(url: str, body: Mapping[str, Any], most: int = MOST_PROMPTS) ->
         )
     if len(prompts) > most:
         raise ConfigError(f"prompt: {len(prompts)} prompts in a request, at most {most}; send several")
-    return [_read_prompt(each) for each in prompts]
+    return [_read_prompt(each, name_of_prompt(at, prompts)) for at, each in enumerate(prompts)]
 
 
-def _read_prompt(prompt: Any) -> dict[str, Any]:
+def _read_prompt(prompt: Any, name: str) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return {"prompt_token_ids": prompt}
-    raise ConfigError(f"prompt: must be a string or a list of token ids, got {shown(prompt)}")
+    raise ConfigError(f"{name}: must be a string or a list of token ids, got {shown(prompt)}")
+
+
+def name_of_prompt(at: int, prompts: Sequence[Any]) -> str:
+    """A prompt of a request, for a message."""
+    return f"prompt[{at}]" if len(prompts) > 1 else "prompt"
 
 
 def _prompt_name(url: str) -> str:

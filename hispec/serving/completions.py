@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, RequestError, shown
 from ..openai.chunks import Chunks
-from ..openai.requests import CHAT, read_prompts, read_sampling
+from ..openai.requests import CHAT, name_of_prompt, read_prompts, read_sampling
 from ..openai.responses import choices, num_new_tokens, usage
 from ..outputs import Delta, RequestOutput
 from ..sampling_params import SamplingParams, put_over
@@ -38,6 +38,16 @@ class CompletionRequest:
     @property
     def is_chat(self) -> bool:
         return self.url == CHAT
+
+    @contextmanager
+    def naming(self, at: int) -> Iterator[Any]:
+        """A prompt; a RequestError says which of several it is of."""
+        try:
+            yield self.prompts[at]
+        except RequestError as error:
+            if len(self.prompts) == 1:
+                raise
+            raise RequestError(f"{name_of_prompt(at, self.prompts)}: {error}") from error
 
     @classmethod
     def of(cls, url: str, body: Any, config: ServerConfig, defaults: dict[str, Any]) -> CompletionRequest:
@@ -77,7 +87,7 @@ class Responder:
     async def body(self, request: CompletionRequest) -> dict[str, Any]:
         """The whole response. Raises what the engine raises, and Failure if an output failed."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generate(request, prompt)) for prompt in request.prompts]
+            tasks = [group.create_task(self._generate(request, at)) for at in range(len(request.prompts))]
         # In a thread: of many outputs with logprobs it takes seconds, for which all others would wait.
         return await asyncio.to_thread(self._make_body, request, [task.result() for task in tasks])
 
@@ -134,8 +144,9 @@ class Responder:
             yield event(chunk)
         yield DONE
 
-    async def _generate(self, request: CompletionRequest, prompt: Any) -> RequestOutput:
-        output = await self._engine.generate(prompt, request.sampling, chat=request.is_chat, wait=False)
+    async def _generate(self, request: CompletionRequest, at: int) -> RequestOutput:
+        with request.naming(at) as prompt:
+            output = await self._engine.generate(prompt, request.sampling, chat=request.is_chat, wait=False)
         if output.error is not None:
             raise final(500, output.error)
         return output
@@ -144,14 +155,15 @@ class Responder:
         """(prompt, output of the response, Delta) of all prompts, as they come."""
         arrived: asyncio.Queue[tuple[int, int, Delta] | None] = asyncio.Queue()
 
-        async def read(at: int, prompt: Any) -> None:
+        async def read(at: int) -> None:
             first = at * request.sampling.n
-            stream = self._engine.stream_each(prompt, request.sampling, chat=request.is_chat, wait=False)
-            async with aclosing(stream) as deltas:  # type: ignore[type-var]
-                async for index, delta in deltas:
-                    arrived.put_nowait((at, first + index, delta))
+            with request.naming(at) as prompt:
+                stream = self._engine.stream_each(prompt, request.sampling, chat=request.is_chat, wait=False)
+                async with aclosing(stream) as deltas:  # type: ignore[type-var]
+                    async for index, delta in deltas:
+                        arrived.put_nowait((at, first + index, delta))
 
-        tasks = [asyncio.create_task(read(at, prompt)) for at, prompt in enumerate(request.prompts)]
+        tasks = [asyncio.create_task(read(at)) for at in range(len(request.prompts))]
         whole = asyncio.gather(*tasks)
         whole.add_done_callback(lambda _: arrived.put_nowait(None))
         try:

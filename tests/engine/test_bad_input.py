@@ -402,3 +402,10 @@ def test_speculation_cannot_change_under_live_requests(tiny_path: Path) -> None:
     llm.abort(["a", "a", "b"])
     llm.set_speculative({"draft": {"layer": 2}})
     assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
+
+
+def test_what_is_too_long_for_the_model_is_not_told_of_longer_settings(tiny_decoder: Decoder) -> None:
+    limit = tiny_decoder.config.max_position_embeddings
+    for length, raises in ((limit, False), (limit - 1, True)):
+        problem = make_engine(tiny_decoder, max_model_len=length, num_kv_blocks=8).admission.too_long(limit)
+        assert problem is not None and ("shorten it or raise max_model_len" in problem) == raises

@@ -123,7 +123,7 @@ def test_several_files_are_one_input_and_their_rows_named_by_file(tmp_path: Path
     [
         (["none-*.jsonl"], "no file is named like .*none-"),
         (["in.jsonl", "in.*"], "names a file twice"),
-        (["in.jsonl", "."], "is not a regular file"),
+        (["in.jsonl", "."], r"is not a regular file; name its files, such as .*/\*\.jsonl"),
         ([], "must name at least one file"),
     ],
 )
