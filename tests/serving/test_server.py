@@ -146,9 +146,8 @@ def test_several_prompts_in_one_request(server: Running, llm: LLM) -> None:
         (False, True), ((["x", ""], "the prompt is empty"), (["x", [[1]]], "must be a string or a list of"))
     ):
         answer = post(server, prompt=wrong, stream=stream)
-        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(
-            f"prompt[1]: {words}"
-        )
+        told = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and told.startswith(f"prompt[1]: {words}")
 
 
 def test_stop_strings_penalties_and_biases_reach_the_engine(server: Running) -> None:
@@ -204,12 +203,7 @@ def test_many_clients_at_once_get_what_each_would_get_alone(server: Running, llm
             "stop_token_ids: 1025 entries in a request, at most 1024; leave some out",
         ),
         ("completions", {"prompt": "x", "top_logprobs": 2}, 400, "top_logprobs=2 is for chats"),
-        (
-            "completions",
-            {"prompt": "x", "tool": []},
-            400,
-            r"tool: unknown parameter( \(did.*'top_k'\?\))?; leave",
-        ),
+        ("completions", {"prompt": "x", "tool": []}, 400, "tool: unknown parameter; leave it out"),
         ("nothing", {}, 404, "POST /v1/nothing"),
     ],
 )
