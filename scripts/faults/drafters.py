@@ -212,4 +212,32 @@ FAULTS = (
         "if True:",
         ("tests/drafters/test_drafters.py",),
     ),
+    Fault(
+        "a drafter from outside has the very columns that the round reads on",
+        "hispec/decoding/round.py",
+        "propose(batch, first.clone(), tree)",
+        "propose(batch, first, tree)",
+        ("tests/drafters/test_drafters.py",),
+    ),
+    Fault(
+        "what a drafter from outside breaks of ours takes requests down",
+        "hispec/decoding/drafter.py",
+        "isinstance(error, AssertionError)\n            and _is_ours(type(drafter).__module__)\n",
+        "isinstance(error, AssertionError)\n",
+        ("tests/drafters/test_drafters.py",),
+    ),
+    Fault(
+        "plans that share a draft model share the first one's judge",
+        "hispec/drafters/make.py",
+        "                return made\n",
+        "                return self._model\n",
+        ("tests/runner/test_shared.py",),
+    ),
+    Fault(
+        "computed drafts count as looked up in the rejection test",
+        "hispec/decoding/acceptance.py",
+        "            looked_up &= (source == Source.LOOKED_UP).unsqueeze(-1)\n",
+        "            pass\n",
+        ("tests/laws/test_rejection.py",),
+    ),
 )

@@ -335,4 +335,34 @@ FAULTS = (
         "num_rows * num_new / seconds",
         ("tests/workers/test_counts.py",),
     ),
+    Fault(
+        "jobs: a dry run does not compare the model",
+        "hispec/jobs/dry_run.py",
+        "        make_manifest(job, before, llm.fingerprints(job.speculative))\n",
+        "",
+        ("tests/jobs/test_dry_run.py",),
+    ),
+    Fault(
+        "jobs: an output that is made as a whole is made again by each run",
+        "hispec/jobs/writer.py",
+        "if os.fstat(self._file.fileno()).st_size > self._end:",
+        "if True:",
+        ("tests/jobs/test_resume.py",),
+    ),
+    Fault(
+        "jobs: two results of one row are two rows that are done",
+        "hispec/jobs/row_index.py",
+        'max(row.content = done.content), max(done.failed)"\n'
+        '            f" FROM done JOIN row ON {same} GROUP BY 1"',
+        'row.content = done.content, max(done.failed)"\n'
+        '            f" FROM done JOIN row ON {same} GROUP BY 1, 2"',
+        ("tests/jobs/test_resume.py",),
+    ),
+    Fault(
+        "jobs: of a chat's limit the default is no setting",
+        "hispec/jobs/manifest.py",
+        'if job.input.format == "openai" and "max_tokens" in job.sampling.model_fields_set:',
+        "if False:",
+        ("tests/jobs/test_resume.py",),
+    ),
 )

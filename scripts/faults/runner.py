@@ -222,4 +222,11 @@ FAULTS = (
         "self._pool.give_back([])",
         ALIKE,
     ),
+    Fault(
+        "memory that kept plans share is counted for each",
+        "hispec/runner/plan_runtime.py",
+        "holders = {id(holder): (purpose, holder)",
+        "holders = {(id(each), id(holder)): (purpose, holder)",
+        ("tests/runner/test_shared.py",),
+    ),
 )

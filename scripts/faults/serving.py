@@ -486,4 +486,25 @@ FAULTS = (
         "if False:",
         ("tests/utils/test_files.py",),
     ),
+    Fault(
+        "requests whose prompts are being read are none",
+        "hispec/serving/async_engine.py",
+        "            self._num_unfinished += n\n        try:\n            token_ids",
+        "            n = 0\n        try:\n            token_ids",
+        ("tests/serving/test_async_engine.py",),
+    ),
+    Fault(
+        "any number of messages is read",
+        "hispec/serving/async_engine.py",
+        "and len(prompt) > admission.max_model_len:",
+        "and False:",
+        ("tests/serving/test_async_engine.py",),
+    ),
+    Fault(
+        "large bodies are read in the event loop",
+        "hispec/serving/transport.py",
+        "_parse(content) if len(content) < _LARGE else",
+        "_parse(content) if True else",
+        ("tests/serving/test_server.py",),
+    ),
 )
