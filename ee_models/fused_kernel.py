@@ -27,7 +27,6 @@ from .pass_structures import CALL, IN_ORDER, LINKED, PLACES, STEP
 # other cores. So many at a time go through an MLP. Measured on two cores: in float32 and in int8, by matrix
 # tiles, too; not in bfloat16 by tiles, which takes so little time that memory is the limit.
 _OWN_TOKENS = 64
-# Compiled within its callers alone: LLVM optimises what a kernel calls once more in each that calls it.
 
 
 @njit

@@ -36,15 +36,15 @@ _locators: list[Any] = caching.CacheImpl._locator_classes  # of which numba take
 _log = logging.getLogger(__name__)
 
 
-def njit(function: Any = None, **options: Any) -> Any:
-    """numba's: kept on the disk, without Python's lock, dividing as numpy does; `options` go over that."""
-    made = numba.njit(**{"cache": True, "nogil": True, "error_model": "numpy"} | options)
-    return made if function is None else made(function)
+def njit(function: Any) -> Any:
+    """numba's: kept on the disk, without Python's lock, dividing as numpy does."""
+    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
 def inlined(function: Any) -> Any:
-    """What is compiled within each that calls it, and kept with that."""
-    return njit(function, cache=False, inline="always")
+    """What is compiled within its callers alone, and kept with them: LLVM optimises what a kernel calls once
+    more in each that calls it."""
+    return numba.njit(inline="always", nogil=True, error_model="numpy")(function)
 
 
 def cfunc(signature: Any) -> Any:

@@ -57,8 +57,8 @@ class SyntheticJudge:
     def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
         return self._inner.choose(logits, batch, span, num)
 
-    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
-        self._inner.record_lookups(batch, proposals)
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals, source: Tensor | int) -> None:
+        self._inner.record_lookups(batch, proposals, source)
 
     def judge(
         self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals

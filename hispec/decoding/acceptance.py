@@ -169,6 +169,9 @@ class CoupledJudge:
     None = always. Verify keeps only what it would have chosen.
     """
 
+    asks_probability = False  # for rules from outside that begin in another way
+    check_confidence: float | None = None
+
     def __init__(self, check_confidence: float | None = None) -> None:
         self.check_confidence = check_confidence
         self.asks_probability = check_confidence is not None

@@ -21,8 +21,6 @@ from ..decoding.rounds_numba import Lookups, copy_numbers
 from .lookup import LIKELY, MOST_MATCHED, RIVAL, SEPARATOR, Guesses, Lookup, check_shapes
 from .ngram_table import EMPTY, FACTOR, make_table
 
-# One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
-# dearly.
 _FACTOR = FACTOR & 0xFFFFFFFFFFFFFFFF
 _LIKELY, _RIVAL, _ONE = np.array(LIKELY, np.float32), np.float32(RIVAL), np.float32(1.0)
 

@@ -59,17 +59,16 @@ class NgramDrafter(Drafter):
     ) -> None:
         """tables: on `device`, the one that config names among them if it needs one."""
         self._learner: NgramLearner | None = None
-        self._num_guess_bytes, guesses = 0, None
+        guesses = None
         if config.guess_confidence is not None:
             by_path = {table.path: table for table in tables}
-            source: NgramTable | NgramLearner
             if config.learn_tokens > 0:
                 known = by_path[config.guess_path] if config.needs_table else by_path.get(config.guess_path)
-                source = self._learner = NgramLearner(known, config.learn_tokens, device)
+                self._learner = NgramLearner(known, config.learn_tokens, device)
                 table = self._learner.table
             else:
-                source = table = by_path[config.guess_path]
-            self._num_guess_bytes, guesses = source.num_bytes, Guesses(table, config.guess_confidence)
+                table = by_path[config.guess_path]
+            guesses = Guesses(table, config.guess_confidence)
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.match_confidence
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes, guesses)
         self._keeps_outputs = config.datastore_tokens > 0
@@ -84,7 +83,7 @@ class NgramDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return self._lookup.num_bytes + self._num_guess_bytes
+        return self._lookup.num_bytes + (0 if self._learner is None else self._learner.num_bytes)
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         for number in self._index_row_of.keys() - {number for number, _ in rows}:

@@ -156,7 +156,7 @@ def _all_records(config: InputConfig, extent: Extent | None) -> Iterator[Record]
     named = Counter(path.name for path in extent)
     for place, (path, num_rows) in enumerate(extent.items()):
         kind = format_of(path) if config.format == "auto" else config.format
-        name = None if len(extent) == 1 else path.name if named[path.name] == 1 else str(path)
+        name = None if len(extent) == 1 else path.name if named[path.name] == 1 else name_of(path)
         num_read = 0
         try:
             for line, content in islice(_rows_of(config, path, kind), num_rows):

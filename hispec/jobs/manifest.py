@@ -15,7 +15,7 @@ from ..version import __version__
 from .schema import Job, auto_format, output_format
 
 FORMAT = 1
-_PRINT = "fingerprint."
+_PRINT, _NOT_SET = "fingerprint.", object()
 
 
 class AnotherJobsOutput(ConfigError):
@@ -150,7 +150,7 @@ def check_same(output: Path, old: dict[str, Any], new: dict[str, Any], prints: b
     differences = [
         f"{name} was {_shown(old, name)} and is {_shown(new, name)}"
         for name in sorted(names)
-        if old.get(name) != new.get(name)
+        if old.get(name, _NOT_SET) != new.get(name, _NOT_SET)  # null is a setting, too
     ]
     if differences:
         raise AnotherJobsOutput(

@@ -108,7 +108,7 @@ def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | 
             on_loaded()
         manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
         manifest.input, manifest.rows = inputs, work.num_rows
-        run.do(llm, manifest)
+        run.do_rows(llm, manifest)
     return report
 
 
@@ -150,7 +150,7 @@ class _Run:
             before.write(path, num_done=work.num_done, num_errors=work.num_done_failed)
         self._finish_upload()
 
-    def do(self, llm: LLM, manifest: Manifest) -> None:
+    def do_rows(self, llm: LLM, manifest: Manifest) -> None:
         """Every row that is not done yet, and what is made of all."""
         job, work, report, output = self.job, self.work, self.report, self.job.output
         if output.compare_plain:

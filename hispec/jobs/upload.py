@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError, shown
 from ..utils.files import replace_file, write_atomically
@@ -34,12 +34,19 @@ _LARGEST_PART = 64 << 20  # bytes
 _HAVE_FOLDERS = ("local", "hdfs")  # file systems; object stores have none
 
 
+def _in_folder(name: str) -> str:
+    """A part's name, which is to be deleted in time: of its folder alone."""
+    if name in (".", "..") or any(mark in name for mark in "/\\\n"):
+        raise ValueError("is no name of a part")
+    return name
+
+
 class Part(BaseModel):
     """An object with rows: its first `size` bytes, whose blake2b is `digest`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: str = Field(pattern=r"^[^/\\]+$")  # within the folder: it will be deleted
+    name: Annotated[str, AfterValidator(_in_folder)]
     size: int = Field(ge=0)
     digest: str
 

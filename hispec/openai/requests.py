@@ -39,8 +39,12 @@ def read_body(url: str, body: Any) -> dict[str, Any]:
     sampling = read_sampling(url, body)
     if body.get("stream"):
         raise ConfigError("stream=true: a batch has no streams; leave it out")
-    (prompt,) = read_prompts(url, body, most=1)
-    return {"sampling": sampling, **prompt}
+    prompts = read_prompts(url, body)
+    if len(prompts) > 1:
+        raise ConfigError(
+            f"prompt: must be one string or one list of token ids, got {shown(body['prompt'])}; one a request"
+        )
+    return {"sampling": sampling, **prompts[0]}
 
 
 def read_sampling(url: str, body: Any) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def read_sampling(url: str, body: Any) -> dict[str, Any]:
     return _read_sampling(given, url == CHAT)
 
 
-def read_prompts(url: str, body: Mapping[str, Any], most: int = MOST_PROMPTS) -> list[dict[str, Any]]:
+def read_prompts(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """{"messages" | "prompt" | "prompt_token_ids": ...} for each prompt of a body; a chat has one. Raises
     ConfigError."""
     name = _prompt_name(url)
@@ -69,12 +73,10 @@ def read_prompts(url: str, body: Mapping[str, Any], most: int = MOST_PROMPTS) ->
         return [{"messages": _plain_roles(prompt)}]
     is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     prompts = prompt if is_several else [prompt]
-    if len(prompts) > most == 1:
+    if len(prompts) > MOST_PROMPTS:
         raise ConfigError(
-            f"prompt: must be one string or one list of token ids, got {shown(prompt)}; one a request"
+            f"prompt: {len(prompts)} prompts in a request, at most {MOST_PROMPTS}; send several"
         )
-    if len(prompts) > most:
-        raise ConfigError(f"prompt: {len(prompts)} prompts in a request, at most {most}; send several")
     return [_read_prompt(each, name_of_prompt(at, prompts)) for at, each in enumerate(prompts)]
 
 

@@ -9,7 +9,7 @@ try:
     from ee_models.kernel_cache import njit
 except ImportError:  # a machine with a GPU need not have numba: the same code, a hundred times slower
 
-    def njit(function: Any = None, **options: Any) -> Any:
+    def njit(function: Any) -> Any:
         return function
 
 

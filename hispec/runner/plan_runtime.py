@@ -104,6 +104,7 @@ class PlanRuntime:
         yield "hidden_bytes", self.hidden
         yield from (("exit_bytes", exit_) for exit_ in self.models.exits)
         yield from (("drafter_bytes", drafter) for drafter in self.drafters)
+        yield from (("drafter_bytes", table) for table in self.models.tables)
         if self.draft_kv is not None:
             yield "drafter_bytes", self.draft_kv
         judges = [each.judge for each in (self, *self.routes) if isinstance(each.judge, RejectionJudge)]

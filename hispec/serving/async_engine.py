@@ -217,15 +217,16 @@ class AsyncEngine:
     async def _check_length(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool) -> None:
         """Raises RequestError for a prompt that is much too long: the thread that steps would read it for
         seconds, in which nobody gets a token. Meanwhile it counts as unfinished."""
-        admission = self._llm.engine.admission
+        admission, n = self._llm.engine.admission, self._params(sampling).n
         if chat and isinstance(prompt, list | tuple) and len(prompt) > admission.max_model_len:
+            with self._lock:
+                self._check_room(n, wait)
             raise RequestError(
                 f"{len(prompt)} messages, each a token at least, but max_model_len={admission.max_model_len};"
                 " leave some out"
             )
         if _size_of(prompt) < _LONG:
             return
-        n = self._params(sampling).n
         with self._lock:
             self._check_room(n, wait)
             self._num_unfinished += n
@@ -441,8 +442,12 @@ def _size_of(prompt: Any) -> int:
     size, left = 0, [prompt]
     while left and size < _LONG:
         each = left.pop()
-        size += len(each) if isinstance(each, str) else 1
-        left += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+        if isinstance(each, dict):
+            each = list(each.values())
+        if isinstance(each, str | list | tuple):
+            size += len(each)
+        if isinstance(each, list | tuple) and not (each and isinstance(each[0], int)):  # token ids: fast
+            left += each
     return size
 
 

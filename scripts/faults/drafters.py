@@ -233,11 +233,4 @@ FAULTS = (
         "                return self._model\n",
         ("tests/runner/test_shared.py",),
     ),
-    Fault(
-        "computed drafts count as looked up in the rejection test",
-        "hispec/decoding/acceptance.py",
-        "            looked_up &= (source == Source.LOOKED_UP).unsqueeze(-1)\n",
-        "            pass\n",
-        ("tests/laws/test_rejection.py",),
-    ),
 )

@@ -150,6 +150,26 @@ def test_rows_that_cannot_be_read_are_done_once_though_another_file_comes(tmp_pa
     assert str(paths[1]) in rows[3]["error"]["message"], "two files of one name are told apart"
 
 
+def test_files_of_one_name_that_are_elsewhere_are_told_apart_by_where_that_is(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    uris = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "i.jsonl").write_text("broken\n")
+        uris.append(f"file://{tmp_path}/{folder}/i.jsonl")
+    job = make_job(tmp_path, [], input={"path": uris})
+    run(job)
+    for row, uri in zip(rows_of(job), uris, strict=True):
+        assert uri in row["error"]["message"]
+
+
+def test_no_limit_is_another_than_none_that_is_named(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(1), sampling={"max_tokens": None, "temperature": 0.0})
+    run(job)
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens was None and is not set"):
+        run(make_job(tmp_path, prompts(2), sampling={"temperature": 0.0}))
+
+
 def test_errors_of_rows_that_have_left_the_input_are_none_of_it(tmp_path: Path) -> None:
     lines = [b"broken\n", b"also broken\n", {"prompt": "one"}]
     run(make_job(tmp_path, lines))

@@ -11,7 +11,7 @@ from hispec.drafters.model import ModelDrafter
 from hispec.errors import build
 from hispec.runner.plan_runtime import make_plan_runtime, memory_of
 from hispec.runner.plan_spec import EngineSizes, Models, PlanSpec
-from tests.helpers.drafters import drafter_engine
+from tests.helpers.drafters import ALL, drafter_engine
 from tests.helpers.recorded_graphs import RecordedGraphs
 
 SIZES = EngineSizes(4, 128, 64, 8)
@@ -33,6 +33,15 @@ def test_memory_of_plans_that_are_kept_is_counted_once(tiny_decoder: Decoder) ->
     for name in ("kv_bytes", "drafter_bytes", "exit_bytes"):
         assert both[name] == alone[name], name
     assert both["hidden_bytes"] > alone["hidden_bytes"], "each plan has its own"
+
+
+def test_a_table_that_plans_guess_from_is_counted_once(tiny_decoder: Decoder) -> None:
+    engine = drafter_engine(tiny_decoder, ALL["ngram guesses"])
+    (table,) = engine._runtime.models.tables
+    (drafter,) = engine._runtime.drafters
+    assert engine.memory()["drafter_bytes"] == table.num_bytes + drafter.num_bytes > table.num_bytes > 0
+    runtimes = [engine._plans.make(64, PlanSpec(engine._runtime.models, None)) for _ in range(2)]
+    assert memory_of(runtimes)["drafter_bytes"] == table.num_bytes
 
 
 def test_plans_that_share_a_draft_model_have_judges_of_their_own(tiny_decoder: Decoder) -> None:

@@ -47,11 +47,15 @@ def test_what_no_job_has_uploaded_is_left_alone(tmp_path: Path) -> None:
     assert there(tmp_path).read_text() == "precious"
 
 
-ELSEWHERE = b'{"parts": [{"name": "../precious", "size": 0, "digest": ""}]}'  # which would be deleted in time
+# Which would be deleted in time.
+ELSEWHERE = [
+    b'{"parts": [{"name": "%s", "size": 0, "digest": ""}]}' % name
+    for name in (b"../precious", b"..", b"a\\n")
+]
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"parts": [{"name": 1}]}', b'{"parts": [], "x": 1}', b"[]", ELSEWHERE]
+    "content", [b"", b"{", b'{"parts": [{"name": 1}]}', b'{"parts": [], "x": 1}', b"[]", *ELSEWHERE]
 )
 def test_a_damaged_ledger_is_an_error_and_changes_nothing(tmp_path: Path, content: bytes) -> None:
     job = job_to(tmp_path)
