@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import ConfigError, cut
 from ..jobs.manifest import load_manifest
-from ..trace.lines import is_ours
 from ..trace.merge import read_together
 from ..trace.records import Trace
 from ..utils.files import parse_json, write_atomically
@@ -23,15 +22,20 @@ _READS = (
     " compressed outputs are in OUTPUT.rows.jsonl"
 )
 
+_LONGEST_HEADER = 1 << 20  # bytes: other files may be one line
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of what is not as we write
 
 
 def is_trace(path: Path) -> bool:
-    """Raises ConfigError if it cannot be read."""
+    """Whether it is a trace, however its JSON is written, or empty. Raises ConfigError if it cannot be
+    read."""
     try:
-        return is_ours(path)
+        with path.open("rb") as file:
+            first = file.readline(_LONGEST_HEADER)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    header = _parse(first)
+    return not first or (isinstance(header, dict) and header.get("type") == "trace")
 
 
 def write_page(paths: Sequence[Path], target: Path) -> Trace | None:
@@ -104,4 +108,5 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _output_of(rows: Path) -> Path:
-    return rows.with_name(rows.name.removesuffix(_ROWS)) if rows.name.endswith(_ROWS) else rows
+    name = rows.name.removesuffix(_ROWS)
+    return rows.with_name(name) if name else rows

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..trace.plots import spans, trace_speed
+from ..trace.plots import find_parts, find_stretches, spans, trace_speed
 from ..trace.records import PLAIN_NAME, Decision, Trace
 from ..trace.summary import summarize
 from ..utils.console import number, percent
@@ -116,18 +115,16 @@ def _over_time(trace: Trace) -> Html:
         return missing("rounds")
     times = spans(trace.rounds)
     span = (times[0][0], times[-1][1])
-    colors = {PLAIN_NAME: "var(--plain)"}
-    colors |= {name: f"var(--c{at % _NUM_COLORS})" for at, name in enumerate(trace.routes)}
+    colors = _colors(dict.fromkeys(one.name for one in trace.rounds))
     most = max(one.num_drafts for one in trace.rounds) or 1
     marks = []
-    for plan, group in groupby(zip(trace.rounds, times, strict=True), key=lambda each: each[0].plan):
-        (first, (start, end)), *others = group
-        end = others[-1][1][1] if others else end
+    for first, start, end in find_parts(find_stretches(trace.rounds)):
         share = first.num_drafts / most if first.route is not None else 0.5 / (most + 1)
-        marks.append(box(start, end, share, span, colors[first.name], f"{plan}, {start:.1f} to {end:.1f} s"))
+        title = f"{first.plan}, {start:.1f} to {end:.1f} s"
+        marks.append(box(start, end, share, span, colors[first.name], title))
     parts = [
         chart("The plan: drafts K as height, the route as colour.", f"K = {most}", span, marks),
-        legend((name, colors[name]) for name in dict.fromkeys(one.name for one in trace.rounds)),
+        legend(colors.items()),
     ]
     moments, speeds = trace_speed(trace.rounds)
     predicted = [
@@ -143,6 +140,18 @@ def _over_time(trace: Trace) -> Html:
     parts.append(chart(caption, f"{highest:.1f} tokens/s", span, lines))
     parts.append(legend((("measured", "var(--text)"), ("predicted", "var(--c1)"))))
     return join(parts)
+
+
+def _colors(names: Iterable[str]) -> dict[str, str]:
+    """By route, in their order: those beyond _NUM_COLORS have the same ones, with more and more of the text's
+    in them."""
+    routes = [name for name in names if name != PLAIN_NAME]
+    found = {PLAIN_NAME: "var(--plain)"} if len(routes) < len([*names]) else {}
+    for at, name in enumerate(routes):
+        lap, color = divmod(at, _NUM_COLORS)
+        pure = f"var(--c{color})"
+        found[name] = f"color-mix(in srgb, {pure} {100 // (lap + 1)}%, var(--text))" if lap else pure
+    return found
 
 
 def _steps(points: Sequence[tuple[float, float]], end: float) -> list[tuple[float, float]]:

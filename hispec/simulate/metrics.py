@@ -14,7 +14,7 @@ from .batch_state import Counts
 from .cluster import Outcomes
 from .config import SimulationConfig, SystemSettings
 from .distributions import Floats
-from .row_state import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
+from .row_state import T_DRAFTED, T_KEPT, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def figures(config: SimulationConfig, system: SystemSettings, runs: Sequence[Run
         "utilisation": busy_s / (span_s * config.replicas),
         "mean_rows": float(totals[T_ROWS] / max(totals[T_ROUNDS], 1.0)),
         "tokens_per_row_round": float(totals[T_TOKENS] / max(totals[T_ROWS], 1.0)),
-        "accepted_share": float(totals[T_ACCEPTED] / totals[T_DRAFTED]) if totals[T_DRAFTED] else None,
+        "draft_kept": float(totals[T_KEPT] / totals[T_DRAFTED]) if totals[T_DRAFTED] else None,
         "preemptions": sum(each.preemptions for each in counts),
         "swaps": sum(each.swaps for each in counts),
         "recomputed_positions": sum(each.recomputed for each in counts),

@@ -12,24 +12,25 @@ from ..trace.writer import read_trace
 from ..utils.files import expanded
 from .config import SimulationConfig
 from .distributions import Floats, Ints
-from .workload import Recorded, Workload, shares_of
+from .workload import Recorded, Workload
 
 _UNKNOWN = -2  # a route whose rounds are simulated, not repeated: not in the experiment, or a hybrid
 
 
 def read_recording(config: SimulationConfig) -> Workload | None:
-    """Reads the requests of requests.trace that have any output, in order of arrival; None without a trace.
-    Raises ConfigError for a file that cannot be read or has none."""
+    """Reads the requests of requests.trace that ended by themselves, in order of arrival; None without a
+    trace. Raises ConfigError for a file that cannot be read or has none."""
     if config.requests.trace is None:
         return None
     path = expanded(config.requests.trace)
     requests = sorted(
-        (each for each in read_trace(path).requests if each.output_tokens), key=lambda each: each.arrival
+        (each for each in read_trace(path).requests if each.output_tokens and each.has_finished),
+        key=lambda each: each.arrival,
     )
     if not requests:
         raise ConfigError(f"requests.trace: no request was finished in {path}; record a longer run")
     num = len(requests)
-    shares = shares_of(config.routes, [{}], [np.arange(num)], num, np.random.default_rng([config.seed, 4]))
+    shares = np.ones((max(1, len(config.routes)), num, 4))  # each repeat draws its own
     routes = [each.route for each in config.routes.values()]
     names = [str(route) for route in routes]
     # Drafts that a hybrid looked up cost less than its exit's, and a trace does not tell one from the other.

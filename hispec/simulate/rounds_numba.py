@@ -36,7 +36,6 @@ from .row_state import (
     JOINED,
     NO_ROOM,
     ROUNDS,
-    T_ACCEPTED,
     T_CONTEXT,
     T_DRAFTED,
     T_KEPT,
@@ -192,16 +191,14 @@ def _commit(rows: Rows, states: Rows, num_passes: float, is_checked: bool, log: 
                 entry[3], entry[4] = state.cycles - 1, state.cycles - 1 + state.stopped
                 log.num[1] += 1
             num = min(state.accepted + 1, state.tentative, row.target - row.output)
-            accepted = min(state.all_drafted, state.accepted)
             row.output += num
             row.length += num
             row.tokens += num
             row.drafted += state.all_drafted
-            row.accepted += accepted
+            row.accepted += min(state.all_drafted, state.accepted)
             row.passes += num_passes
             log.totals[T_TOKENS] += num
             log.totals[T_DRAFTED] += state.all_drafted
-            log.totals[T_ACCEPTED] += accepted
 
 
 @inlined

@@ -42,9 +42,9 @@ Rows = NDArray[np.void]  # of ROW
 # are too few blocks for the next step.
 FINISHED, TIME, ROUNDS, JOINED, NO_ROOM = range(5)
 # Totals of runs: rounds with any row in them, their seconds, seconds of all steps, committed tokens, context
-# tokens (summed over rounds), drafts, those kept by the tier above, those accepted, rows (over rounds).
-T_ROUNDS, T_ROUND_S, T_STEP_S, T_TOKENS, T_CONTEXT, T_DRAFTED, T_KEPT, T_ACCEPTED, T_ROWS = range(9)
-NUM_TOTALS = 9
+# tokens (summed over rounds), drafts, those kept by the tier above, rows (over rounds).
+T_ROUNDS, T_ROUND_S, T_STEP_S, T_TOKENS, T_CONTEXT, T_DRAFTED, T_KEPT, T_ROWS = range(8)
+NUM_TOTALS = 8
 MANY = 1 << 40  # rounds, where nothing limits them
 
 

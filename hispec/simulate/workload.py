@@ -74,7 +74,10 @@ def make_workload(
         at = np.arange(num) % len(recording)
         names = "prompt_tokens", "cached_tokens", "output_tokens", "max_tokens", "classes", "replays"
         arrays = {name: getattr(recording, name)[at] for name in names}
-        return replace(recording, seeds=seeds, shares=np.ascontiguousarray(recording.shares[:, at]), **arrays)
+        # One for each recorded request, as often as it is repeated.
+        every = np.arange(len(recording))
+        drawn = shares_of(config.routes, [{}], [every], len(every), np.random.default_rng([seed, 4]))
+        return replace(recording, seeds=seeds, shares=np.ascontiguousarray(drawn[:, at]), **arrays)
     requests = config.requests
     classes, members = _classes(requests, num, chance)
     prompts, outputs = np.zeros(num, np.int64), np.zeros(num, np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ def trace_of_worker(path: Path, number: int) -> Path:
 
 def drop_traces_of_workers(path: Path) -> None:
     """Deletes those of an earlier run, which may have had more workers."""
-    for old in path.parent.glob(f"{path.stem}.*{path.suffix}"):
+    for old in path.parent.glob(f"{glob.escape(path.stem)}.*{glob.escape(path.suffix)}"):
         number = old.name.removeprefix(f"{path.stem}.").removesuffix(path.suffix)
         if number.isdecimal() and old.is_file() and is_ours(old):
             old.unlink()

@@ -120,6 +120,17 @@ def find_stretches(rounds: Sequence[Rounds]) -> list[list[Rounds]]:
     return found
 
 
+def find_parts(stretches: Sequence[Sequence[Rounds]]) -> list[tuple[Rounds, float, float]]:
+    """Lines of one plan, without a pause: the first of them, when they began, and when they ended."""
+    parts: list[tuple[Rounds, float, float]] = []
+    for stretch in stretches:
+        timed = zip(stretch, spans(stretch), strict=True)
+        for _, group in groupby(timed, key=lambda each: each[0].plan):
+            (line, (start, end)), *others = group
+            parts.append((line, start, others[-1][1][1] if others else end))
+    return parts
+
+
 def _draw_plans(
     axes: Axes, trace: Trace, stretches: Sequence[Sequence[Rounds]], looks: Mapping[str, Look]
 ) -> None:
@@ -127,12 +138,7 @@ def _draw_plans(
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import MaxNLocator
 
-    parts: list[tuple[Rounds, float, float]] = []
-    for stretch in stretches:
-        timed = zip(stretch, spans(stretch), strict=True)
-        for _, group in groupby(timed, key=lambda each: each[0].plan):
-            (line, (start, end)), *others = group
-            parts.append((line, start, others[-1][1][1] if others else end))
+    parts = find_parts(stretches)
     for name in dict.fromkeys(line.name for line, _, _ in parts):
         corners = [
             [(start, 0.0), (start, height), (end, height), (end, 0.0)]

@@ -120,6 +120,8 @@ class Rounds(_PlanEvent):
         for part, whole in (("kept", "drafted"), ("accepted", "tentative")):
             if getattr(self, part) > getattr(self, whole):
                 raise ValueError(f"{part}={getattr(self, part)} is more than {whole}={getattr(self, whole)}")
+        if self.seconds is not None and 0.0 < self.seconds < 1e-6:
+            raise ValueError(f"seconds={self.seconds} is less than a microsecond, which times are rounded to")
         return self
 
 
@@ -133,17 +135,17 @@ class RequestRecord(_Line):
     """
 
     number: Count
-    arrival: float
-    first_token: float | None
-    finished: float
+    arrival: Number
+    first_token: Number | None
+    finished: Number
     prompt_tokens: Count
     cached_tokens: Count
     output_tokens: Count
-    max_tokens: Count
+    max_tokens: Annotated[int, Field(ge=1, le=2**53)]
     finish_reason: FinishReason
     preemptions: Count
-    admitted: float | None = None
-    last_token: float | None = None
+    admitted: Number | None = None
+    last_token: Number | None = None
     rounds: Tuple[RowRound] = ()
     routes: Tuple[str] = ()
 
@@ -160,6 +162,11 @@ class RequestRecord(_Line):
             ):
                 raise ValueError(f"rounds[{at}]: kept={list(kept)} does not fit drafted={list(drafted)}")
         return self
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it ended by itself."""
+        return self.finish_reason in ("stop", "length")
 
     @property
     def e2e_s(self) -> float:

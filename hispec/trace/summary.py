@@ -118,7 +118,7 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
 
 def _requests(trace: Trace) -> dict[str, Any]:
     """Counts and latencies of requests that finished; `others` were aborted or failed."""
-    done = [request for request in trace.requests if request.finish_reason in ("stop", "length")]
+    done = [request for request in trace.requests if request.has_finished]
     totals = ("prompt_tokens", "cached_tokens", "output_tokens")
     return {
         "finished": len(done),

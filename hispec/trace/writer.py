@@ -21,7 +21,7 @@ from ..errors import ConfigError, build
 from ..outputs import FinishReason, RequestMetrics
 from ..utils.files import parse_json
 from .lines import FLUSH_S, Lines
-from .records import RECORDS, Decision, Header, Record, RequestRecord, Rounds, RoutesChange, Trace
+from .records import PLAIN_NAME, RECORDS, Decision, Header, Record, RequestRecord, Rounds, RoutesChange, Trace
 
 VERSION = 1
 MOST_ROUNDS = 16  # of one line
@@ -261,8 +261,9 @@ def _parse_line(raw: bytes, names: Sequence[str], is_first: bool) -> Record | No
         return None
     if kind == "request":
         values["routes"] = names
-    elif isinstance(route := values.get("route"), int):
-        values["name"] = _name(route, names)
+    elif "route" in values:
+        route = values["route"]
+        values["name"] = _name(route, names) if isinstance(route, int) else PLAIN_NAME
     record = build(RECORDS[kind], values)
     if isinstance(record, RequestRecord):
         for route in {route for route, *_ in record.rounds if route >= 0}:

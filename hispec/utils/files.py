@@ -31,12 +31,15 @@ def known_place(path: str | Path) -> Path:
 
 
 def cache_dir() -> Path:
-    """$HISPEC_CACHE, else $XDG_CACHE_HOME/hispec, else ~/.cache/hispec. An empty variable counts as unset."""
+    """$HISPEC_CACHE, else $XDG_CACHE_HOME/hispec, else ~/.cache/hispec. An empty variable counts as unset.
+    Raises ConfigError where there is no such place."""
     if own := os.environ.get("HISPEC_CACHE"):
         return known_place(own).absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return known_place(shared).absolute() / "hispec"
-    return known_place("~/.cache/hispec")
+    if str(found := expanded("~/.cache/hispec")).startswith("~"):
+        raise ConfigError("there is no home folder to keep files in; set HISPEC_CACHE to a folder for them")
+    return found
 
 
 def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from hispec.cli import main
+from hispec.config import Plan
+from hispec.control.choice import Choice
 from hispec.errors import ConfigError
 from hispec.jobs.bench import BenchOptions, run_bench
 from hispec.jobs.manifest import manifest_path
@@ -18,7 +21,7 @@ from hispec.trace.summary import summarize
 from hispec.trace.writer import read_trace
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import THREE_TIER, install_fake_llm, make_job, prompts, run
-from tests.helpers.traces import fixed_trace, goodput_trace
+from tests.helpers.traces import Clock, fixed_trace, goodput_trace, observation, writer
 
 EVIL = "<script>alert('x')</script> & \"quoted\" </div>"
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -128,6 +131,27 @@ def test_a_trace_gives_the_numbers_of_its_summary(tmp_path: Path) -> None:
 def test_a_trace_of_a_fixed_plan_says_that_it_has_no_decisions(tmp_path: Path) -> None:
     lacks = page_of(fixed_trace(tmp_path / "trace.jsonl")).texts("p", _class="missing")
     assert any("the plan was fixed" in text for text in lacks)
+
+
+def test_nothing_is_drawn_where_nothing_ran_and_routes_differ(tmp_path: Path) -> None:
+    """As often as each of ten routes runs, with a pause of minutes before the last."""
+    routes, clock = [f"route {at}" for at in range(10)], Clock()
+    with closing(writer(tmp_path / "trace.jsonl", clock, routes)) as trace:
+        for at in (*range(10), 9):
+            clock.now += 500.0 if at == 9 else 1.0
+            trace.write_rounds(observation(Choice(at, Plan(0, None, 4)), seconds=0.5))
+    page = page_of(tmp_path / "trace.jsonl")
+    boxes = [text for text in page.texts("title") if text.startswith("route 9")]
+    assert len(boxes) == 2, "a pause between them"
+    fills = {attributes["style"] for name, attributes, _ in page.elements if name == "rect"}
+    assert len({fill for fill in fills if fill and "--c" in fill}) == 10
+
+
+def test_a_trace_that_another_program_has_written_again_is_one(tmp_path: Path) -> None:
+    path = fixed_trace(tmp_path / "trace.jsonl")
+    lines = [json.dumps(json.loads(line), separators=(",", ":")) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    assert any("the plan was fixed" in text for text in page_of(path).texts("p", _class="missing"))
 
 
 def test_lengths_and_places_are_counted_from_requests(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import pytest
 
 from hispec.cli import main
 from hispec.errors import ConfigError
-from hispec.simulate.row_state import T_ACCEPTED, T_ROUNDS
+from hispec.simulate import metrics
+from hispec.simulate.replayed_trace import read_recording
+from hispec.simulate.row_state import T_KEPT, T_ROUNDS
 from hispec.simulate.run import Experiment
+from hispec.simulate.workload import DRAFT, make_workload
 from tests.helpers.simulations import experiment, latencies, run, share
 
 YAML = """
@@ -181,6 +184,52 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         Experiment(experiment(requests={"trace": str(tmp_path / "empty.jsonl")}))
 
 
+def test_requests_that_did_not_end_by_themselves_are_not_repeated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    done, gone = request(0, 0.0, 11, [[-1, 5, [], []]]), request(1, 0.0, 7, [[-1, 3, [], []]])
+    trace_of(trace, [done, gone | {"finish_reason": "abort"}])
+    settings = {"requests": {"num": 2, "trace": str(trace)}, "arrivals": {"kind": "recorded"}}
+    recording = read_recording(experiment(**settings))
+    assert recording is not None and recording.prompt_tokens.tolist() == [11]
+    trace_of(trace, [gone | {"finish_reason": "abort"}])
+    with pytest.raises(ConfigError, match="no request was finished"):
+        read_recording(experiment(**settings))
+
+
+def test_repeats_of_a_trace_draw_their_own_rates(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace_of(trace, [request(at, float(at), 11, [[-1, 5, [], []]]) for at in range(5)])
+    acceptance = {"share": {"kind": "uniform", "low": 0.2, "high": 0.9}}
+    config = experiment(
+        routes={"model": {"kind": "model", "most_drafts": 4, "acceptance": acceptance}},
+        requests={"num": 10, "trace": str(trace)},
+        arrivals={"kind": "recorded"},
+    )
+    shares = [
+        make_workload(config, 10, seed, read_recording(config)).shares[0, :, DRAFT] for seed in (0, 0, 1)
+    ]
+    assert shares[0].tolist() == shares[1].tolist() != shares[2].tolist()
+    assert shares[0][:5].tolist() == shares[0][5:].tolist(), "a request has its rates as often as it comes"
+
+
+def test_the_share_of_drafts_that_are_kept_leaves_out_what_a_check_puts_in_their_place() -> None:
+    """No draft is right, and verify takes all that the check says."""
+    route = {
+        "kind": "ngram",
+        "most_drafts": 2,
+        "most_checks": 2,
+        "check_layer": 8,
+        "acceptance": share(0.0),
+        "verify_acceptance": share(1.0),
+    }
+    control = {"kind": "fixed", "route": "lookup", "num_drafts": 2, "num_checks": 2}
+    config = experiment(
+        routes={"lookup": route}, requests={"num": 20}, systems={"only": {"control": control}}
+    )
+    found = metrics.figures(config, config.systems["only"], [run(config)])
+    assert found["draft_kept"] == 0.0 and found["tokens_per_row_round"] > 1.5
+
+
 def test_routes_of_the_same_tiers_all_repeat_what_was_recorded(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace_of(trace, [request(0, 0.0, 11, [[0, 4, [3], [3]], [0, 1, [3], [0]], [0, 2, [1], [1]]])])
@@ -195,7 +244,7 @@ def test_routes_of_the_same_tiers_all_repeat_what_was_recorded(tmp_path: Path) -
     )
     short, long = run(config, "short"), run(config, "long")
     assert short.totals.tolist() == long.totals.tolist()
-    assert short.totals[T_ROUNDS] == 3 and short.totals[T_ACCEPTED] == 4
+    assert short.totals[T_ROUNDS] == 3 and short.totals[T_KEPT] == 4
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])

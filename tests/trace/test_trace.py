@@ -18,6 +18,7 @@ import pytest
 from hispec.config import Plan
 from hispec.control.choice import Choice
 from hispec.errors import ConfigError
+from hispec.trace.merge import drop_traces_of_workers
 from hispec.trace.writer import MOST_ROUNDS, TraceWriter, read_trace
 from tests.helpers.steps import count_steps
 from tests.helpers.traces import (
@@ -366,6 +367,9 @@ def test_unknown_lines_and_fields_are_passed_over(tmp_path: Path) -> None:
         (ROUNDS | {"tokens": "6"}, "line 2: tokens: .*got '6'"),
         (ROUNDS | {"tokens": 10**400}, "line 2: tokens: must be at most"),
         (ROUNDS | {"seconds": 10**400}, "line 2: seconds: .*got 1000"),
+        (ROUNDS | {"seconds": 1e-320}, r"line 2: seconds=1e-320 is less than a microsecond"),
+        (REQUEST | {"arrival": -1e308}, r"line 2: arrival: must be at least 0, got -1e\+308"),
+        (REQUEST | {"max_tokens": 0}, "line 2: max_tokens: must be at least 1, got 0"),
         (ROUNDS | {"kept": 9}, "line 2: kept=9 is more than drafted=8"),
         (ROUNDS | {"route": 1}, "line 2: route=1 is none of the 1 that the trace names"),
         (ROUNDS | {"route": -1}, "line 2: route=-1 is none of the 1"),
@@ -417,6 +421,18 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, messag
     (tmp_path / "t").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=message):
         read_trace(tmp_path / "t")
+
+
+def test_a_plain_round_has_the_name_of_plain_decoding_whatever_its_line_says(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t", HEADER, ROUNDS | {"route": None, "name": "foo"})
+    assert [one.name for one in read_trace(path).rounds] == ["plain"]
+
+
+def test_traces_of_earlier_workers_are_dropped_whatever_their_name_looks_like(tmp_path: Path) -> None:
+    for name in ("tr[1].0.jsonl", "tr[1].12.jsonl", "tr1.0.jsonl", "tr[1].x.jsonl"):
+        write_lines(tmp_path / name, HEADER)
+    drop_traces_of_workers(tmp_path / "tr[1].jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tr1.0.jsonl", "tr[1].x.jsonl"]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
