@@ -164,11 +164,13 @@ class LatencyModel:
 
     is_static   whether rounds have static shapes: every pass takes its whole rectangle of places, whatever
                 was drafted, and rows are rounded up to `row_buckets`
+    origin      where stages are from, and what to do where one is missing, in words
     """
 
     stages: Mapping[str, Linear]
     is_static: bool = False
     row_buckets: tuple[int, ...] = field(default=())
+    origin: tuple[str, str] = ("the latency profile", "measure again: hispec profile JOB.yaml --latency")
 
     def __getitem__(self, name: str) -> Linear:
         """Raises ConfigError for a stage that was not measured, unless it is one of those that may be left
@@ -180,8 +182,7 @@ class LatencyModel:
                 return NOTHING
             there = ", ".join(sorted(self.stages))
             raise ConfigError(
-                f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile"
-                " JOB.yaml --latency"
+                f"{self.origin[0]} has no stage {name!r}, only {there}; {self.origin[1]}"
             ) from None
 
     def __contains__(self, name: str) -> bool:

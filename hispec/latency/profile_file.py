@@ -208,7 +208,10 @@ def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> 
             f"the latency profile {path} cannot be read: {error.strerror}; {_AGAIN} {path}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the latency profile {path} is damaged: {error}; {_AGAIN} {path}") from None
+        # What is no JSON is not replaced: it could be anything.
+        raise ConfigError(
+            f"the latency profile {path} is damaged: {error}; remove it, and {_AGAIN} {path}"
+        ) from None
     if isinstance(values, dict):
         for name, known in (("format", _FORMAT), ("version", 3)):
             if values.get(name) != known:

@@ -12,7 +12,7 @@ from ..config.base import Tuple
 from ..errors import shown
 from .distributions import Floats
 
-Rate = Annotated[float, Field(gt=0.0, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e9)]
 _TAKES: dict[str, frozenset[str]] = {
     "poisson": frozenset({"rates", "utilisations", "reference"}),
     "gamma": frozenset({"rates", "utilisations", "reference", "cv"}),
@@ -46,10 +46,10 @@ class ArrivalsConfig(Settings):
     speeds: Annotated[Tuple[Rate], Field(min_length=1)] | None = None
     clients: Annotated[Tuple[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
     think_s: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
-    cv: Annotated[float, Field(gt=0.0, le=100.0)] = 2.0
+    cv: Annotated[float, Field(ge=1e-3, le=100.0)] = 2.0
     burst_factor: Annotated[float, Field(ge=1.0, le=1e6)] = 5.0
     burst_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    burst_s: Annotated[float, Field(gt=0.0, le=1e9)] = 10.0
+    burst_s: Annotated[float, Field(ge=1e-3, le=1e9)] = 10.0
     times: Annotated[Tuple[Annotated[float, Field(ge=0.0, le=1e12)]], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")

@@ -43,9 +43,9 @@ class Distribution(Settings):
     value: Number | None = None
     low: Number | None = None
     high: Number | None = None
-    mean: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
-    cv: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    concentration: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    mean: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
+    cv: Annotated[float, Field(ge=1e-3, le=100.0)] | None = None
+    concentration: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
     values: Annotated[Tuple[Number], Field(min_length=1)] | None = None
     least: Number | None = None
     most: Number | None = None

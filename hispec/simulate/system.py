@@ -27,7 +27,8 @@ def with_latency(config: SimulationConfig) -> tuple[SimulationConfig, LatencyMod
     settings = config.latency
     if settings.path is None:
         stages = {name: each.cost for name, each in (settings.stages or {}).items()}
-        return config, LatencyModel(stages, settings.is_static, settings.row_buckets)
+        origin = "latency.stages", "add it there"
+        return config, LatencyModel(stages, settings.is_static, settings.row_buckets, origin)
     path, engine = expanded(settings.path), config.engine
     profile = load(path)
     # Of another model or machine it may be, but not of fewer rows.

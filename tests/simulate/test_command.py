@@ -120,7 +120,7 @@ def test_figures_do_not_replace_the_experiment(config: Path, capsys: pytest.Capt
 def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(config), "--set", "arrivals.rates=[-1]"]) == 2
     printed = capsys.readouterr().err
-    assert "arrivals.rates.0" in printed and "above 0" in printed and "Traceback" not in printed
+    assert "arrivals.rates.0" in printed and "at least 1e-06" in printed and "Traceback" not in printed
     assert main(["simulate", str(config.parent / "nothing.yaml")]) == 2
 
 

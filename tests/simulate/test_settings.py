@@ -37,7 +37,10 @@ def fixed(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"arrivals": {"rates": [-1.0]}}, "above 0"),
+    ({"arrivals": {"rates": [-1.0]}}, "at least 1e-06"),
+    ({"arrivals": {"rates": [1e-320]}}, "at least 1e-06"),  # numpy's own draws fail for numbers like these
+    ({"arrivals": {"kind": "gamma", "rates": [1.0], "cv": 1e-200}}, "cv: must be at least 0.001"),
+    ({"arrivals": {"kind": "bursty", "rates": [1.0], "burst_s": 1e-9}}, "burst_s: must be at least 0.001"),
     ({"arrivals": {"rates": [NAN]}}, "finite number"),
     ({"arrivals": {"rates": []}}, "at least 1"),
     ({"arrivals": {}}, "needs one list of loads"),
@@ -52,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"requests": {"warm_up": 1.0}}, "below 1"),
     ({"requests": {"num": 0}}, "at least 1"),
     ({"requests": {"output_tokens": {"kind": "exponential"}}}, "needs mean"),
-    ({"requests": {"output_tokens": {"kind": "exponential", "mean": -3.0}}}, "above 0"),
+    ({"requests": {"output_tokens": {"kind": "exponential", "mean": -3.0}}}, "at least 1e-06"),
     ({"requests": {"output_tokens": {"kind": "exponential", "mean": NAN}}}, "finite number"),
     ({"requests": {"output_tokens": {"value": 3.0, "cv": 2.0}}}, "cv=2.0 means nothing for kind='constant'"),
     ({"requests": {"output_tokens": {"kind": "uniform", "low": 5, "high": 2}}}, "low=5.0 is above high=2.0"),
