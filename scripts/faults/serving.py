@@ -507,4 +507,32 @@ FAULTS = (
         "_parse(content) if True else",
         ("tests/serving/test_server.py",),
     ),
+    Fault(
+        "traces of earlier workers stay where a name has brackets",
+        "hispec/trace/merge.py",
+        "{glob.escape(path.stem)}",
+        "{path.stem}",
+        ("tests/trace/test_trace.py",),
+    ),
+    Fault(
+        "a page draws a plan where nothing ran",
+        "hispec/page/trace.py",
+        "find_parts(find_stretches(trace.rounds))",
+        "find_parts([trace.rounds])",
+        ("tests/page/test_page.py",),
+    ),
+    Fault(
+        "simulation: repeats of a trace have the same rates",
+        "hispec/simulate/workload.py",
+        "np.random.default_rng([seed, 4])",
+        "np.random.default_rng([0, 4])",
+        ("tests/simulate/test_command.py",),
+    ),
+    Fault(
+        "simulation: requests that were aborted are repeated",
+        "hispec/simulate/replayed_trace.py",
+        "if each.output_tokens and each.has_finished",
+        "if each.output_tokens",
+        ("tests/simulate/test_command.py",),
+    ),
 )
