@@ -26,7 +26,7 @@ print(numba.njit(names["add"])(1), numba.njit(lambda x: x + 1)(1))
 CALLER = """
 from ee_models.kernel_cache import njit
 from hispec.callee import NUMBER
-@njit(cache=True)
+@njit
 def caller():
     return NUMBER
 """
