@@ -78,7 +78,7 @@ def check_output(job: Job) -> None:
     if kind == "parquet" or output.path.suffix.lower() == ".zst":
         import_arrow(f"output.path: writing {output.path}")
     paths = dict.fromkeys((output.path, rows_path(job), manifest_path(output.path)))
-    for path in paths:
+    for path in paths:  # before files are looked for: a pattern that is too wide may find folders, too
         if (pattern := pattern_of(job.input, path)) is not None:
             raise ConfigError(
                 f"output.path: {path} would be a file of the input {pattern}, too; choose a path that this"

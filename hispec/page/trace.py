@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..trace.plots import find_parts, find_stretches, spans, trace_speed
@@ -142,12 +142,11 @@ def _over_time(trace: Trace) -> Html:
     return join(parts)
 
 
-def _colors(names: Iterable[str]) -> dict[str, str]:
+def _colors(names: Collection[str]) -> dict[str, str]:
     """By route, in their order: those beyond _NUM_COLORS have the same ones, with more and more of the text's
     in them."""
-    routes = [name for name in names if name != PLAIN_NAME]
-    found = {PLAIN_NAME: "var(--plain)"} if len(routes) < len([*names]) else {}
-    for at, name in enumerate(routes):
+    found = {PLAIN_NAME: "var(--plain)"} if PLAIN_NAME in names else {}
+    for at, name in enumerate(name for name in names if name != PLAIN_NAME):
         lap, color = divmod(at, _NUM_COLORS)
         pure = f"var(--c{color})"
         found[name] = f"color-mix(in srgb, {pure} {100 // (lap + 1)}%, var(--text))" if lap else pure

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -124,7 +124,7 @@ class AsyncEngine:
             async for _, delta in each:
                 yield delta
         finally:
-            await each.aclose()  # type: ignore[attr-defined]
+            await each.aclose()
 
     async def stream_each(
         self,
@@ -134,7 +134,7 @@ class AsyncEngine:
         chat: bool = False,
         wait: bool = True,
         most_outputs: int | None = None,
-    ) -> AsyncIterator[tuple[int, Delta]]:
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         """As `stream`, of `n` outputs: (which of them, Delta)."""
         if most_outputs is not None and (n := self._params(sampling).n) > most_outputs:
             raise RequestError(f"n={n}: a stream has one output; take stream_each()")
@@ -446,8 +446,8 @@ def _size_of(prompt: Any) -> int:
             each = list(each.values())
         if isinstance(each, str | list | tuple):
             size += len(each)
-        if isinstance(each, list | tuple) and not (each and isinstance(each[0], int)):  # token ids: fast
-            left += each
+        if isinstance(each, list | tuple) and size < _LONG:
+            left += [one for one in each if not isinstance(one, int)]  # token ids have no texts
     return size
 
 

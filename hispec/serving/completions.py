@@ -159,7 +159,7 @@ class Responder:
             first = at * request.sampling.n
             with request.naming(at) as prompt:
                 stream = self._engine.stream_each(prompt, request.sampling, chat=request.is_chat, wait=False)
-                async with aclosing(stream) as deltas:  # type: ignore[type-var]
+                async with aclosing(stream) as deltas:
                     async for index, delta in deltas:
                         arrived.put_nowait((at, first + index, delta))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, decoding, drafters, jobs, kernels, linked, models, runner, serving
+from . import attention, decoding, drafters, figures, jobs, kernels, linked, models, runner, serving
 from .fault import Fault
 
 __all__ = ["FAULTS", "Fault"]
@@ -13,6 +13,7 @@ FAULTS: tuple[Fault, ...] = (
     *drafters.FAULTS,
     *runner.FAULTS,
     *serving.FAULTS,
+    *figures.FAULTS,
     *kernels.FAULTS,
     *attention.FAULTS,
     *models.FAULTS,

@@ -217,14 +217,14 @@ FAULTS = (
         "hispec/decoding/round.py",
         "propose(batch, first.clone(), tree)",
         "propose(batch, first, tree)",
-        ("tests/drafters/test_drafters.py",),
+        ("tests/drafters/test_from_outside.py",),
     ),
     Fault(
         "what a drafter from outside breaks of ours takes requests down",
         "hispec/decoding/drafter.py",
         "isinstance(error, AssertionError)\n            and _is_ours(type(drafter).__module__)\n",
         "isinstance(error, AssertionError)\n",
-        ("tests/drafters/test_drafters.py",),
+        ("tests/drafters/test_from_outside.py",),
     ),
     Fault(
         "plans that share a draft model share the first one's judge",

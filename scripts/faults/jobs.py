@@ -356,13 +356,13 @@ FAULTS = (
         '            f" FROM done JOIN row ON {same} GROUP BY 1"',
         'row.content = done.content, max(done.failed)"\n'
         '            f" FROM done JOIN row ON {same} GROUP BY 1, 2"',
-        ("tests/jobs/test_resume.py",),
+        ("tests/jobs/test_known_again.py",),
     ),
     Fault(
         "jobs: of a chat's limit the default is no setting",
         "hispec/jobs/manifest.py",
         'if job.input.format == "openai" and "max_tokens" in job.sampling.model_fields_set:',
         "if False:",
-        ("tests/jobs/test_resume.py",),
+        ("tests/jobs/test_known_again.py",),
     ),
 )

@@ -20,7 +20,7 @@ INT8_KV = (
     "tests/laws/test_int8_kv.py",
 )
 BFLOAT16 = ("tests/ee_models/test_bfloat16.py", "tests/ee_models/test_attention_in_bfloat16.py")
-JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
+JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_known_again.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/command/test_ee.py",)
 UPLOADS = tuple(f"tests/jobs/uploads/test_{name}.py" for name in ("progress", "places", "what_counts"))
 NUMBERS = ("tests/faults/test_numbers.py", "tests/scheduling/test_scheduler.py")

@@ -12,6 +12,7 @@ import pytest
 
 from hispec.errors import build
 from hispec.jobs.inputs import Record
+from hispec.jobs.manifest import manifest_path
 from hispec.jobs.rows import BadRow, Row, parse_row
 from hispec.jobs.runner import JobReport, run_job
 from hispec.jobs.schema import InputConfig, Job, RunConfig
@@ -61,6 +62,11 @@ def run(job: Job) -> JobReport:
 
 def rows_of(job: Job) -> list[dict[str, Any]]:
     return [json.loads(line) for line in job.output.path.read_bytes().splitlines()]
+
+
+def manifest_of(job: Job) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(manifest_path(job.output.path).read_bytes())
+    return values
 
 
 def texts_of(job: Job) -> list[str]:
