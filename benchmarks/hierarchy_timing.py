@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.hierarchy_plans import best_of_kinds, is_gated, plans_tuned
 from benchmarks.hierarchy_ratios import Totals, claims, compared
 from hispec.config import SpeculativeConfig
+from hispec.engine import Engine
 from hispec.jobs.bench import BenchOptions, make_llm, time_engines
 from hispec.jobs.bench_inputs import TokenIds, warm_up
 from hispec.jobs.bench_runs import Group
@@ -27,7 +28,7 @@ from hispec.profile.options import ProfileOptions
 from hispec.profile.predict import Predictor, calibrate
 from hispec.profile.recording import Recording
 from hispec.profile.round_cost import PassTimes
-from hispec.profile.timed_runs import Step, generate_in_steps
+from hispec.profile.timed_runs import Step, generate_in_steps, one_engine
 from hispec.sampling_params import SamplingParams
 from hispec.utils.console import make_bar
 
@@ -71,7 +72,7 @@ def predictor_here(
     plain: PlainSteps,
     batch_size: int,
     num_layers: int,
-    max_run_ms: float,
+    engine: Engine,
     links: bool,
 ) -> Predictor:
     """What plans take for these prompts on this machine, the processing of prompts included."""
@@ -84,7 +85,15 @@ def predictor_here(
     return Predictor(
         prompts.recording,
         times,
-        calibrate(plain.steps, times, batch_size, max_run_ms, links, plain.meanwhile.drift(latency.model())),
+        calibrate(
+            plain.steps,
+            times,
+            batch_size,
+            engine.max_run_ms,
+            links,
+            engine.max_prefill_tokens,
+            plain.meanwhile.drift(latency.model()),
+        ),
         batch_size,
         num_layers,
         groups=[np.array(group.prompts) for group in prompts.groups],
@@ -120,7 +129,7 @@ def measure(
         if latency.is_static:  # a round is one graph, in which all that a gate would spare is computed
             plans = [plan for plan in plans if not is_gated(plan)]
         held_steps = plain_steps(llm, held_out, sampling, Yardstick(*yard), "held out")
-        here = batch_size, num_layers, job.engine.max_run_ms, llm.decoder.passes is not None
+        here = batch_size, num_layers, one_engine(llm), llm.decoder.passes is not None
         best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
         predictor = predictor_here(held_out, latency, held_steps, *here)
         others = {kind: each.plan for kind, each in best.items() if each.plan is not None}

@@ -250,13 +250,23 @@ class Engine:
         self._rounds.warm_up(self._runtime)
 
     @contextmanager
-    def single_rounds(self) -> Iterator[None]:
-        """Within it rounds do not run together, for whoever times steps."""
-        before, self._rounds.max_run_ms = self._rounds.max_run_ms, 0.0
+    def running_together(self, max_run_ms: float) -> Iterator[None]:
+        """Within it rounds run together for so long, for whoever times steps; 0: they go stage by stage."""
+        before, self._rounds.max_run_ms = self._rounds.max_run_ms, max_run_ms
         try:
             yield
         finally:
             self._rounds.max_run_ms = before
+
+    @property
+    def max_run_ms(self) -> float:
+        """As EngineConfig; 0.0 where rounds do not run together, as on a GPU."""
+        return self._rounds.max_run_ms
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """Positions of prompts that a step computes at most."""
+        return self._config.prefill_tokens(self._decoder.device.type)
 
     @property
     def pretrained(self) -> Pretrained:

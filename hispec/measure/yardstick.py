@@ -18,7 +18,7 @@ from ..utils.means import trimmed_mean
 from .stage_bench import Rig
 from .timing import Timed
 
-_WIDTHS = 4, 16, 64  # positions of a row, beside one
+_WIDTHS = 2, 4, 16, 64  # positions of a row, beside one
 _MOST_TOKENS = 128  # of a pass, but for one over a single position of each row
 _LEAST_CONTEXT = 2  # positions that a row can attend to
 _MOST_CONTEXT = 512  # beyond, a pass would take as long for its context as for its weights

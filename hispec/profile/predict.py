@@ -4,19 +4,19 @@ their passes cost by the latency model."""
 from __future__ import annotations
 
 import copy
-import heapq
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..config import SpeculativeConfig
+from ..config import EngineConfig, SpeculativeConfig
 from ..latency.drift import STEADY, Drift
 from ..runner.round_runner import num_together
 from ..utils.means import trimmed_mean
+from .batches import stretches
 from .plans import kind_of, refined, short_text
 from .recording import Ints, Recording
 from .replay import RoundCounter, Rounds
@@ -24,19 +24,23 @@ from .round_cost import PassTimes, RoundCost, round_costs
 from .timed_runs import Step
 
 _REFINED = 20  # plans of each kind whose confidences are tried more finely
+_PREFILL_TOKENS = EngineConfig().prefill_tokens("cpu")
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What an engine's step takes besides the passes that were measured alone.
 
-    plain_step_ms   mean of the engine's plain steps with `rows` rows (None if there was none without a prompt
-                    in it)
+    Means are trimmed, and those of the host over steps without prompts.
+
+    plain_step_ms   mean of plain steps of one round with `rows` rows, stage by stage (None if there was none)
     plain_parts_ms  what its one pass takes by itself
-    host_ms         mean of the difference, over all plain steps: scheduling, batches, copies, text
+    host_ms         what the host adds to a round that goes stage by stage: scheduling, batches, copies, text
     prefill_s       seconds that the prompts took in all
-    max_run_ms      as EngineConfig: rounds that run together share the host's work
-    links           whether those of plans run together, too, as one call
+    call_ms, token_ms   what the host adds to a call of several rounds: to each, and for each token of a row
+    max_run_ms      milliseconds that rounds run together for; 0.0 = none do
+    links           whether those of plans do, too
+    max_prefill_tokens   as EngineConfig
     drift           how much longer passes took during those steps than by themselves; times are without it
     prefill_tokens  positions of prompts in a step that computed some, on average
     """
@@ -46,8 +50,11 @@ class Calibration:
     plain_parts_ms: float
     host_ms: float
     prefill_s: float
+    call_ms: float = 0.0
+    token_ms: float = 0.0
     max_run_ms: float = 0.0
     links: bool = False
+    max_prefill_tokens: int = _PREFILL_TOKENS
     drift: Drift = STEADY
     prefill_tokens: float = 1.0
 
@@ -55,15 +62,18 @@ class Calibration:
         """What is not passes, at another speed of the machine."""
         return replace(
             self,
-            host_ms=self.host_ms * float(drift(self.rows)),
+            **{
+                name: getattr(self, name) * float(drift(self.rows))
+                for name in ("host_ms", "call_ms", "token_ms")
+            },
             prefill_s=self.prefill_s * float(drift(self.prefill_tokens)),
         )
 
-    def host_ms_of(self, plan: SpeculativeConfig | None, parts_ms: float) -> float:
-        """The host's share of a round of the plan whose parts take so long."""
-        if parts_ms <= 0.0 or not (plan is None or (self.links and _is_compiled(plan))):
-            return self.host_ms
-        return self.host_ms / num_together(self.max_run_ms, parts_ms)
+    def num_together(self, plan: SpeculativeConfig | None, parts_ms: float) -> int:
+        """Rounds of the plan that run as one call, if the parts of each take so long; 0: they go stage by
+        stage."""
+        is_call = self.max_run_ms > 0.0 and (plan is None or (self.links and _is_compiled(plan)))
+        return num_together(self.max_run_ms, parts_ms + self.token_ms) if is_call else 0
 
 
 def calibrate(
@@ -72,40 +82,72 @@ def calibrate(
     batch_size: int,
     max_run_ms: float = 0.0,
     links: bool = False,
+    max_prefill_tokens: int = _PREFILL_TOKENS,
     drift: Drift = STEADY,
 ) -> Calibration:
-    """The calibration by the steps of a plain run over all prompts, in which no rounds ran together.
+    """The calibration by the steps of a plain run over all prompts.
 
     drift   what passes took while they ran over what they took when `times` were measured: a machine that
             others share may be a third slower for minutes, and that must not count as the engine's own work
-    max_run_ms, links: as Calibration
+    max_run_ms, links, max_prefill_tokens: as Calibration
     """
-    steps = [
-        replace(step, seconds=step.seconds / float(drift(step.rows + step.prefill_tokens))) for step in steps
-    ]
-    plain = partial(times.of_pass, ["plain"])
+
+    def passes_ms(step: Step) -> float:
+        """Of a step's rounds, at the speed of the machine that it had."""
+        if step.pass_s > 0.0:
+            return 1e3 * step.pass_s
+        return (
+            step.rounds * times.of_pass(["plain"], step.rows) * float(drift(step.rows)) if step.rows else 0.0
+        )
+
+    def host_ms(step: Step) -> float:
+        """What it took besides, and would have taken when `times` were measured."""
+        return (1e3 * step.seconds - passes_ms(step)) / float(drift(step.rows))
+
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
-    full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
-    host_ms = (
-        max(0.0, trimmed_mean(1e3 * step.seconds - plain(step.rows) for step in decoding))
-        if decoding
-        else 0.0
-    )
+    by_stage = [step for step in decoding if not step.is_call]
+    of_stages = _mean_or_none(map(host_ms, by_stage))
+    call_ms, token_ms = _of_calls([(step.rounds, host_ms(step)) for step in decoding if step.is_call])
+    if of_stages is None:  # single calls are what comes next to it
+        of_stages = call_ms + token_ms
     prefills = [step for step in steps if step.prefill_tokens]
-    prefill_ms = sum(
-        1e3 * step.seconds - (plain(step.rows) + host_ms if step.rows else 0.0) for step in prefills
-    )
+    prefill_ms = 0.0
+    for step in prefills:
+        of_round = call_ms + token_ms if step.is_call else of_stages
+        besides = passes_ms(step) + of_round * float(drift(step.rows)) if step.rows else 0.0
+        prefill_ms += (1e3 * step.seconds - besides) / float(drift(step.prefill_tokens))
+    full = [1e3 * step.seconds / float(drift(step.rows)) for step in by_stage if step.rows == batch_size]
     return Calibration(
         batch_size,
-        trimmed_mean(full) if full else None,
-        plain(batch_size),
-        host_ms,
+        _mean_or_none(full),
+        times.of_pass(["plain"], batch_size),
+        max(0.0, of_stages),
         max(0.0, prefill_ms / 1e3),
+        call_ms,
+        token_ms,
         max_run_ms,
         links,
+        max_prefill_tokens,
         drift,
         statistics.fmean(step.prefill_tokens for step in prefills) if prefills else 1.0,
     )
+
+
+def _mean_or_none(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return trimmed_mean(found) if found else None
+
+
+def _of_calls(calls: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Milliseconds that the host adds to each call, and for each token of a row, by what it added to calls of
+    plain decoding (rounds, milliseconds); 0.0 where there were none."""
+    one = _mean_or_none(ms for rounds, ms in calls if rounds == 1)
+    several = [(rounds, ms) for rounds, ms in calls if rounds > 1]
+    if one is None or not several:
+        return max(0.0, one or 0.0), 0.0
+    more = trimmed_mean(ms for _, ms in several) - one
+    token_ms = min(max(0.0, more / (statistics.fmean(rounds for rounds, _ in several) - 1)), max(0.0, one))
+    return max(0.0, one - token_ms), token_ms
 
 
 @dataclass(frozen=True)
@@ -175,6 +217,7 @@ class Predictor:
         groups: Sequence[Ints] | None = None,
     ) -> None:
         self._counter, self._num_answers = RoundCounter(recording), len(recording.answers)
+        self._prompts = np.array([len(answer.prompt_token_ids) - 1 for answer in recording.answers])
         self._groups = recording.groups() if groups is None else groups
         self._times, self._calibration = times, calibration
         self._batch_size, self.num_layers = batch_size, num_layers
@@ -190,11 +233,20 @@ class Predictor:
 
     def predict(self, plan: SpeculativeConfig | None) -> Prediction:
         rounds = self._counter.count(plan)
-        steps = self._steps(rounds)
+        runs = self._stretches(rounds)
+        steps: Counter[int] = Counter()
+        for (rows, num), count in runs.items():
+            steps[rows] += num * count
         costs = round_costs(plan, rounds, {*steps, self._batch_size}, self._times, self.num_layers)
-        tokens_per_s = rounds.tokens / self._seconds(plan, steps, costs)
+        passes_ms = sum(count * costs[rows].ms for rows, count in steps.items())
+        host_ms = self._host_ms(plan, rounds, runs, costs)
+        share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
+        seconds = self._calibration.prefill_s * (1.0 + share) + (passes_ms + host_ms) / 1e3
+        tokens_per_s = rounds.tokens / seconds
         if self._plain_tokens_per_s is None:
             self._plain_tokens_per_s = tokens_per_s if plan is None else self.predict(None).tokens_per_s
+        num, cost = self._batch_size, costs[self._batch_size]
+        together = max(1, self._calibration.num_together(plan, cost.ms))
         return Prediction(
             plan=plan,
             tokens_per_round=rounds.tokens_per_round,
@@ -202,7 +254,7 @@ class Predictor:
             * self.num_layers
             / sum(count * costs[rows].layers for rows, count in steps.items()),
             verify_positions=rounds.verify_positions,
-            round_ms=self._round_ms(plan, costs[self._batch_size]),
+            round_ms=cost.ms + self._host_ms(plan, rounds, {(num, together): 1}, {num: cost}) / together,
             tokens_per_s=tokens_per_s,
             ratio_to_plain=tokens_per_s / self._plain_tokens_per_s,
         )
@@ -224,41 +276,36 @@ class Predictor:
         """Predictions of all plans, the fastest first."""
         return sorted(map(self.predict, plans), key=lambda prediction: -prediction.tokens_per_s)
 
-    def _seconds(
-        self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]
+    def _host_ms(
+        self,
+        plan: SpeculativeConfig | None,
+        rounds: Rounds,
+        runs: Mapping[tuple[int, int], int],
+        costs: Mapping[int, RoundCost],
     ) -> float:
-        """Seconds that all prompts and answers take."""
-        share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
-        decode_ms = sum(count * self._round_ms(plan, costs[rows]) for rows, count in steps.items())
-        return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3
+        """What the host adds to `runs`, as `stretches` has them."""
+        calibration, ms = self._calibration, 0.0
+        for (rows, num), count in runs.items():
+            if together := calibration.num_together(plan, costs[rows].ms):
+                calls = -(-num // together)
+                tokens = num * rounds.tokens_per_round
+                ms += count * (calls * calibration.call_ms + tokens * calibration.token_ms)
+            else:
+                ms += count * num * calibration.host_ms
+        return ms
 
-    def _round_ms(self, plan: SpeculativeConfig | None, cost: RoundCost) -> float:
-        return self._calibration.host_ms_of(plan, cost.ms) + cost.ms
-
-    def _steps(self, rounds: Rounds) -> dict[int, int]:
-        """{rows: steps with so many live rows}, if one task after the other is run."""
-        live = np.concatenate(
-            [_occupancy(rounds.per_answer[numbers], self._batch_size) for numbers in self._groups]
-        )
-        return {rows: count for rows, count in enumerate(np.bincount(live).tolist()) if count}
+    def _stretches(self, rounds: Rounds) -> Counter[tuple[int, int]]:
+        """As `stretches`, if one group after the other is run."""
+        found: Counter[tuple[int, int]] = Counter()
+        for numbers in self._groups:
+            of_group = rounds.per_answer[numbers], self._prompts[numbers]
+            found += stretches(*of_group, self._batch_size, self._calibration.max_prefill_tokens)
+        return found
 
 
 def _is_compiled(plan: SpeculativeConfig) -> bool:
     """Whether rounds of the plan have a compiled form, if their rows take the likeliest tokens."""
     return not plan.draft.traits.has_model and plan.num_branches == 1
-
-
-def _occupancy(rounds: Ints, batch_size: int) -> Ints:
-    """Rows that are live in each step, if answers of so many `rounds` are served in order by `batch_size`
-    rows."""
-    free_at = [0] * min(batch_size, len(rounds))
-    changes = np.zeros(int(rounds.sum()) + 1, np.int64)
-    for count in rounds.tolist():
-        start = heapq.heappop(free_at)
-        changes[start] += 1
-        changes[start + count] -= 1
-        heapq.heappush(free_at, start + count)
-    return np.cumsum(changes)[: max(free_at)]
 
 
 def search(predictor: Predictor, plans: Sequence[SpeculativeConfig]) -> tuple[list[Prediction], int]:
@@ -271,7 +318,8 @@ def search(predictor: Predictor, plans: Sequence[SpeculativeConfig]) -> tuple[li
         if prediction.plan is not None
         for plan in refined(prediction.plan)
     ]
-    finer = predictor.predict_all(dict.fromkeys(near).keys() - set(plans))
+    known = set(plans)  # and in their order, which equal ones keep
+    finer = predictor.predict_all(plan for plan in dict.fromkeys(near) if plan not in known)
     found = sorted(found + finer, key=lambda prediction: -prediction.tokens_per_s)
     return found, len(found)
 

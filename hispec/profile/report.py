@@ -74,8 +74,9 @@ def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
     if calibration["plain_step_ms"] is not None:
         parts, added = f"{calibration['plain_parts_ms']:.2f} ms", f"{calibration['host_ms']:.2f} ms"
         console.print(
-            f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are"
-            " the host's of each call, which rounds that run together share."
+            f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; the host adds"
+            f" {added} to a round that goes stage by stage, and to rounds that run together"
+            f" {calibration['call_ms']:.2f} ms a call and {calibration['token_ms']:.2f} ms a token of a row."
         )
     best, reason = choose(measured)
     console.print(f"best: {best['plan_text']}, {ratio_text(best)}\n  {reason}")

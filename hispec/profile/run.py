@@ -17,14 +17,13 @@ from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
-from ..loading.ee_packages import packages
-from ..loading.known_models import KNOWN_MODELS
 from ..loading.target_model import select_device
+from ..loading.whole_paths import with_whole_paths
 from ..measure.latency import check_room, measure_latency
 from ..measure.yardstick import Yardstick
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment, watch_others
-from ..utils.files import expanded, write_atomically, write_json
+from ..utils.files import write_atomically, write_json
 from .candidates import Candidates, exits_folder, find_candidates
 from .options import ProfileOptions, Targets
 from .plans import all_plans, lookups_of
@@ -33,7 +32,7 @@ from .record_answers import record
 from .recording import Answer
 from .results import agreement, best_of_kind, choose, measured_plans
 from .round_cost import PassTimes
-from .timed_runs import check_served, generate_in_steps, time_plans
+from .timed_runs import check_served, generate_in_steps, one_engine, time_plans
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -82,7 +81,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         "enable_prefix_caching": False,
         "trace": None,  # that of the job is of its own rows
     }
-    own = _with_whole_paths(job.speculative)
+    own = with_whole_paths(job.speculative)
     # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the
     # job's.
     with LLM(
@@ -109,7 +108,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         check_served(llm, prompts, sampling)
         most = max(llm.engine.admission.most_tokens(len(prompt), sampling) for prompt in prompts)
         options = options.model_copy(update={"max_tokens": most})
-        session = Session(llm, draft_model, candidates, plans, options, progress, job.engine.max_run_ms)
+        session = Session(llm, draft_model, candidates, plans, options, progress)
         result = session.profile(prompts, [task_of(row) for row in rows], sampling)
     return {
         "model": job.model,
@@ -120,21 +119,6 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         "draft_model": own.draft.path if draft_model is not None and own is not None else None,
         **result,
     }
-
-
-def _with_whole_paths(own: SpeculativeConfig | None) -> SpeculativeConfig | None:
-    """The job's plan, whose n-grams and draft model are found from everywhere, as presets need it."""
-    if own is None:
-        return None
-    draft, ngram = own.draft, own.draft.ngram
-    if ngram is not None and ngram.guess_path is not None:
-        path = str(expanded(ngram.guess_path).absolute())
-        draft = draft.model_copy(update={"ngram": ngram.model_copy(update={"guess_path": path})})
-    # Else it is a name that `hispec fetch` knows, or a hub's.
-    is_place = draft.path is not None and draft.path not in {*KNOWN_MODELS, *packages()}
-    if draft.traits.has_model and draft.path is not None and is_place and expanded(draft.path).exists():
-        draft = draft.model_copy(update={"path": str(expanded(draft.path).absolute())})
-    return own.model_copy(update={"draft": draft})
 
 
 def _fixed(own: SpeculativeConfig) -> SpeculativeConfig:
@@ -152,16 +136,11 @@ class Session:
     plans: Sequence[SpeculativeConfig]
     options: ProfileOptions
     progress: bool
-    max_run_ms: float = 0.0  # as EngineConfig
-
-    @property
-    def _max_run_ms(self) -> float:
-        return self.max_run_ms if self.llm.decoder.device.type == "cpu" else 0.0
 
     def profile(self, prompts: list[TokenIds], tasks: list[str], sampling: SamplingParams) -> dict[str, Any]:
         """The part of the result that is measured or predicted with the model; it can serve all prompts."""
         llm, decoder, options, progress = self.llm, self.llm.decoder, self.options, self.progress
-        batch_size, admission = options.batch_size or 1, llm.engine.admission
+        engine, batch_size = one_engine(llm), options.batch_size or 1
         self._check_window()
         warm_up(llm, prompts[:batch_size], sampling)
         yard = decoder, prompts, options.max_tokens or 1, batch_size, options.max_window
@@ -170,7 +149,7 @@ class Session:
                 llm, prompts, sampling, progress=progress, between=yardstick.measure
             )
         answers = [
-            Answer(prompt, output, admission.most_tokens(len(prompt), sampling), task)
+            Answer(prompt, output, engine.admission.most_tokens(len(prompt), sampling), task)
             for prompt, output, task in zip(prompts, outputs, tasks, strict=True)
         ]
         ngrams, most_looked_up = lookups_of(self.plans)
@@ -205,8 +184,9 @@ class Session:
             steps,
             times,
             batch_size,
-            self._max_run_ms,
+            engine.max_run_ms,
             links=decoder.passes is not None,
+            max_prefill_tokens=engine.max_prefill_tokens,
             drift=yardstick.drift(latency.model()),
         )
         predictor = Predictor(

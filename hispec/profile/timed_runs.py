@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import SpeculativeConfig
 from ..engine import Engine
@@ -22,16 +23,33 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
-_BETWEEN = 8  # steps from one call of `between` to the next
+_BETWEEN = 4  # steps from one call of `between` to the next
+_ONE_ROUND_MS = 1e-9  # as engine.max_run_ms: a round is a call of its own
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine: prompt positions that it computed, and rows of its round."""
+    """One step of the engine: prompt positions that it computed, and rows of its rounds.
+
+    rounds   that it had
+    is_call  whether these were one call, without the host between their passes; else one that went stage by
+             stage
+    pass_s   seconds of such a call that were passes; 0.0: not measured
+    """
 
     seconds: float
     prefill_tokens: int
     rows: int
+    rounds: int = 1
+    is_call: bool = False
+    pass_s: float = 0.0
+
+
+def one_engine(llm: LLM) -> Engine:
+    """Raises ConfigError if there are several."""
+    if not isinstance(llm.engine, Engine):
+        raise ConfigError("steps are timed with workers=1")
+    return llm.engine
 
 
 def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
@@ -56,38 +74,51 @@ def generate_in_steps(
     progress: bool,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[list[TokenIds], list[Step]]:
-    """As `generate`, with the time of every step of the engine, each of one round; `between` is called now
-    and then, and its time is none of theirs."""
-    if not isinstance(llm.engine, Engine):
-        raise ConfigError("steps are timed with workers=1")
+    """As `generate` with plain decoding, with the time of every step of the engine, of which some are calls
+    of several rounds, some of one, and some go stage by stage, in turns; `between` is called now and then,
+    and its time is none of theirs."""
+    engine = one_engine(llm)
     ids = [f"profile-{number}" for number in range(len(prompts))]
     done: dict[str, RequestOutput] = {}
     steps: list[Step] = []
+    most_ms = engine.max_run_ms
+    turns = itertools.cycle((0.0, _ONE_ROUND_MS, most_ms) if most_ms > 0.0 else (0.0,))
     try:
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add(prompt, sampling, request_id)
         before = llm.stats()
-        with make_bar(len(prompts), "answers", "prompt", progress) as bar, llm.engine.single_rounds():
+        with make_bar(len(prompts), "answers", "prompt", progress) as bar:
             while llm.has_unfinished():
                 if len(steps) % _BETWEEN == 0:
                     between()
-                started = time.perf_counter()
-                finished = llm.step()
-                seconds = time.perf_counter() - started
+                with engine.running_together(max_run_ms := next(turns)):
+                    started = time.perf_counter()
+                    finished = llm.step()
+                    seconds = time.perf_counter() - started
                 after = llm.stats()
-                steps.append(
-                    Step(
-                        seconds,
-                        after["prefill_tokens"] - before["prefill_tokens"],
-                        after["rounds"] - before["rounds"],
-                    )
-                )
+                steps.append(_step(seconds, before, after, is_call=max_run_ms > 0.0))
                 before = after
                 done |= {result.request_id: result for result in finished}
                 bar.update(len(finished))
     finally:
         llm.abort(ids)
     return token_ids_of([done[request_id] for request_id in ids]), steps
+
+
+def _step(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any], is_call: bool) -> Step:
+    """What a step of plain decoding did, by the stats before and after it."""
+    prefill_tokens, row_rounds, layers, pass_s = (
+        after[name] - before[name] for name in ("prefill_tokens", "rounds", "layer_passes", "verify_pass_s")
+    )
+    rounds = (layers - after["prefill_layer_passes"] + before["prefill_layer_passes"]) // after["num_layers"]
+    return Step(
+        seconds,
+        prefill_tokens,
+        row_rounds // max(1, rounds),
+        max(1, rounds),
+        is_call and rounds > 0,
+        pass_s if is_call else 0.0,
+    )
 
 
 def time_plans(

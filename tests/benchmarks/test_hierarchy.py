@@ -162,7 +162,7 @@ def test_plans_are_measured_batch_by_batch_beside_what_is_predicted(
     whole = json.loads(path.read_text())
     result = whole["measured"]["2"]
     assert whole["environment"]["load"] == 0.25, "before the command itself has added to it"
-    assert result["drift"]["tokens"] == [2.0, 8.0] and min(result["drift"]["factors"]) > 0
+    assert result["drift"]["tokens"] == [2.0, 4.0, 8.0] and min(result["drift"]["factors"]) > 0
     assert [group["prompts"] for group in result["groups"]] == [[0, 2], [1, 3]]
     assert list(result["plans"]) == KINDS
     for kind, plan in result["plans"].items():

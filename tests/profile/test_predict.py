@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,8 @@ from hispec.profile.options import ProfileOptions
 from hispec.profile.plans import all_plans, lookups_of, ngram_sizes
 from hispec.profile.predict import (
     Calibration,
+    Prediction,
     Predictor,
-    _occupancy,
     best_by_layers,
     best_of_each_kind,
     calibrate,
@@ -252,13 +253,6 @@ def test_a_stage_that_was_not_measured_is_refused() -> None:
         )
 
 
-def test_rows_take_answers_in_order_as_they_become_free() -> None:
-    # Rows: A 3 then C 1; B 1 then D 5.
-    assert _occupancy(np.array([3, 1, 1, 5]), 2).tolist() == [2, 2, 2, 1, 1, 1, 1]
-    assert _occupancy(np.array([2, 3]), 8).tolist() == [2, 2, 1]
-    assert _occupancy(np.array([2, 3]), 1).tolist() == [1] * 5
-
-
 def test_tasks_are_run_one_after_the_other() -> None:
     answers = [Answer([0], [1] * length, length, task) for length, task in ((2, "a"), (3, "b"), (1, "a"))]
     recording = Recording(answers, {}, {})
@@ -319,16 +313,62 @@ def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
     )
 
 
+def test_what_the_host_adds_to_calls_is_told_from_calls_of_one_round_and_of_several() -> None:
+    """Half a millisecond to one of a round, two to one of eight; their passes tell what they took."""
+    by_stage, one, eight = (
+        Step(0.012, 0, 1),
+        Step(0.0095, 0, 1, 1, True, 0.009),
+        Step(0.074, 0, 1, 8, True, 0.072),
+    )
+    found = calibrate([by_stage, one, eight] * 4, PassTimes(constant_costs(), 30), 1, 50.0, links=True)
+    assert found.host_ms == pytest.approx(2.0) and found.token_ms == pytest.approx(1.5 / 7)
+    assert found.call_ms == pytest.approx(0.5 - 1.5 / 7)
+    slower = calibrate([one, eight], PassTimes(constant_costs(), 30), 1, 50.0, drift=Drift((1.0,), (2.0,)))
+    assert slower.call_ms == pytest.approx(found.call_ms / 2) and slower.token_ms == pytest.approx(
+        found.token_ms / 2
+    )
+    unmeasured = calibrate([Step(0.0105, 0, 1, 1, True)], PassTimes(constant_costs(), 30), 1, 50.0)
+    assert (unmeasured.call_ms, unmeasured.token_ms) == (
+        pytest.approx(0.5),
+        0.0,
+    ) and unmeasured.host_ms == 0.5
+    prompt = calibrate(
+        [one, eight, Step(0.0295, 20, 1, 1, True, 0.009)], PassTimes(constant_costs(), 30), 1, 50.0
+    )
+    assert prompt.prefill_s == pytest.approx(0.020)
+
+
+def test_rounds_that_run_together_share_what_the_host_adds_to_a_call() -> None:
+    """Eight plain ones of 10 ms: four within 50 ms, so two calls. Of the plan 3 of 13.33 ms: one call."""
+
+    def predicted(plan: SpeculativeConfig | None, links: bool, batch_size: int = 1) -> Prediction:
+        calibration = Calibration(
+            1, None, 10.0, 0.5, 0.1, call_ms=0.3, token_ms=0.2, max_run_ms=50.0, links=links
+        )
+        recording = hand_recording()
+        return Predictor(recording, PassTimes(constant_costs(), 30), calibration, batch_size, 9).predict(plan)
+
+    for links in (False, True):
+        plain = predicted(None, links)
+        assert 8 / plain.tokens_per_s == pytest.approx(0.1 + 1e-3 * (8 * 10 + 2 * 0.3 + 8 * 0.2))
+        assert plain.round_ms == pytest.approx(10 + 0.3 / 4 + 0.2)
+    alone, together = (predicted(exit_plan(3), links) for links in (False, True))
+    assert 8 / alone.tokens_per_s - 8 / together.tokens_per_s == pytest.approx(
+        1e-3 * (3 * 0.5 - 0.3 - 8 * 0.2)
+    )
+    tree = exit_plan(2, num_branches=2)
+    assert predicted(tree, True) == replace(
+        predicted(tree, False), ratio_to_plain=predicted(tree, True).ratio_to_plain
+    )
+
+
 def test_a_machine_that_was_slower_meanwhile_is_no_work_of_the_engine() -> None:
-    """Here by a half for the two tokens of plain steps, by an eighth from 12 on, and by a third of the way
-    back from there for the seven of the step with a prompt."""
+    """Here by a half for the two tokens of plain steps, by an eighth from 12 on, and by 0.3 of the way from
+    there for the five of a prompt beside a round, which are a pass of their own."""
     drift = Drift((2.0, 12.0), (1.5, 1.125))
     steps = [Step(0.050, 20, 0), Step(0.030, 5, 2), *[Step(0.012, 0, 2)] * 3]
-    factors = [1.125, 1.3125, 1.5, 1.5, 1.5]
-    slower = [
-        Step(factor * step.seconds, step.prefill_tokens, step.rows)
-        for factor, step in zip(factors, steps, strict=True)
-    ]
+    seconds = [1.125 * 0.050, 1.5 * 0.012 + 1.3875 * 0.018, *[1.5 * 0.012] * 3]
+    slower = [replace(step, seconds=each) for each, step in zip(seconds, steps, strict=True)]
     found = calibrate(slower, PassTimes(constant_costs(), 30), 2, drift=drift)
     expected = calibrate(steps, PassTimes(constant_costs(), 30), 2)
     assert found.drift == drift and found.host_ms == pytest.approx(expected.host_ms)

@@ -155,11 +155,9 @@ def test_what_was_run_gave_plains_output_and_the_predicted_tokens_per_round(
         assert run["exact_match"] == [3, 3] and len(run["tokens_per_s_runs"]) == 2
         assert run["predicted"]["tokens_per_round"] == run["tokens_per_round"]
         assert run["predicted"]["tokens_per_s"] > 0 and run["difference"]["tokens_per_round"] == 0.0
-        # Prompts are short, but not all of one length: rows do not begin in one and the same step, as is
-        # predicted.
-        assert run["tokens_per_full_pass"] == pytest.approx(
-            run["predicted"]["tokens_per_full_pass"], rel=0.15
-        )
+        # Which rows run in a step is known; what each of them needs of it is taken to be independent.
+        rel = 1e-9 if run is plain else 0.15
+        assert run["tokens_per_full_pass"] == pytest.approx(run["predicted"]["tokens_per_full_pass"], rel=rel)
     assert sum(run["tokens_per_round"] > 1.0 for run in others) >= 6, (
         "without a right draft, nothing is shown"
     )
@@ -278,7 +276,11 @@ def test_the_tables_say_what_was_found(
 ) -> None:
     result = profiled[1]
     print_profile(
-        result | {"row_invariant": False, "environment": result["environment"] | {"cores": 2, "load": 1.5}}
+        result
+        | {
+            "row_invariant": False,
+            "environment": result["environment"] | {"cores": 2, "machine_cores": 2, "load": 1.5},
+        }
     )
     printed = capsys.readouterr().out
     exit_, sizes, run = (
