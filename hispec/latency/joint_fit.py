@@ -8,7 +8,7 @@ verifies over one token seemed to take a fifth less than plain decoding, which i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from .model import Linear, cold_stage
 
 _WORTH = 0.9  # knots are believed in if they lower the squared error of held-out points to this share
 _WEIGHT_OF_PLAIN = 2.0  # plain decoding is sampled more often, and all else is compared with it
+_WHOLE = "verify/0"  # where passes are linked, plain decoding is one over a token of each row
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,25 @@ class _Made:
 def fit_profile(points: Iterable[Point], num_layers: int) -> dict[str, StageFit]:
     """The cost of each stage that has points, of a model with so many layers: of passes through them
     together, if they were timed as passes alone, and unless one by one they predict held-out points better;
-    of other stages by itself. On a GPU, and where passes are not linked, a stage has work of its own besides
-    its layers."""
+    of other stages by itself. Plain decoding costs what a verify of the whole model does, however they are
+    fitted: the speed of a plan is a ratio of the two. On a GPU, and where passes are not linked, a stage has
+    work of its own besides its layers."""
     stages = by_stage(points)
-    alone = {stage: fit_stage(each) for stage, each in stages.items()}
-    made = {stage: found for stage in stages if (found := _made_of(stage, num_layers))}
+    order = list(stages)
+    if not any(stage.startswith("first/") for stage in stages):
+        return {stage: fit_stage(each) for stage, each in stages.items()}
+    if (plain := stages.pop("plain", None)) is not None:
+        stages[_WHOLE] = [replace(point, stage=_WHOLE) for point in plain] + stages.get(_WHOLE, [])
+    found = {stage: fit_stage(each) for stage, each in stages.items()}
+    made = {stage: of for stage in stages if (of := _made_of(stage, num_layers))}
     passes = {stage: stages[stage] for stage in made}
-    is_linked = any(stage.startswith("first/") for stage in stages)
-    if not is_linked or sum(map(len, passes.values())) < LEAST_POINTS:
-        return alone
-    joint = _fit_passes(passes, made)
-    return alone | joint if _error(joint) < _error({stage: alone[stage] for stage in joint}) else alone
+    if sum(map(len, passes.values())) >= LEAST_POINTS:
+        joint = _fit_passes(passes, made)
+        if _error(joint) < _error({stage: found[stage] for stage in joint}):
+            found |= joint
+    if plain is not None:
+        found["plain"] = found[_WHOLE]
+    return {stage: found[stage] for stage in order if stage in found}
 
 
 def _error(fits: Mapping[str, StageFit]) -> float:
@@ -100,7 +109,8 @@ def _costs(points: Sequence[Point], made: Mapping[str, _Made], most: float) -> d
         stage: np.array([each.parts().get(part, 0.0) for part in parts]) for stage, each in made.items()
     }
     shares = np.stack([amounts[point.stage] for point in points])
-    weights = np.array([_WEIGHT_OF_PLAIN if point.stage == "plain" else 1.0 for point in points])
+    is_plain = [point.stage == _WHOLE and point.tokens == point.rows for point in points]
+    weights = np.where(is_plain, _WEIGHT_OF_PLAIN, 1.0)
     ms = np.array([point.ms for point in points])
     columns = (shares[:, :, None] * terms.columns(points)[:, None, :]).reshape(len(points), -1)
     found = non_negative(columns * (weights / ms)[:, None], weights).reshape(len(parts), -1)
@@ -124,8 +134,6 @@ def _made_of(stage: str, num_layers: int) -> _Made | None:
     """None: it is no pass through the model's layers."""
     kind, _, where = stage.partition("/")
     low, _, high = where.partition("-")
-    if kind == "plain":
-        return _Made(num_layers, False, "model")
     if kind == "verify":
         return _Made(num_layers - int(low), False, "model")
     if kind == "check":

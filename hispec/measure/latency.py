@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import platform
 import random
@@ -22,7 +23,7 @@ from ee_models.exits import AdapterExit
 from ..config import GoodputConfig, SpeculativeConfig
 from ..control.candidates import exit_layers
 from ..errors import ConfigError
-from ..latency.fit import Point
+from ..latency.fit import LEAST_POINTS, Point
 from ..latency.joint_fit import cold_stages, fit_profile
 from ..latency.model import LatencyModel
 from ..latency.profile_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
@@ -41,6 +42,7 @@ _SAMPLES = 9
 _BUDGET_S = 60.0  # that timing may take, as far as a first look at each pass leaves any
 _LEAST_CONTEXT, _LEAST_ROOM = 8, 16  # positions
 _MOST_LOOKED_UP = 8  # drafts of a proposal: a proposal costs next to nothing, whatever their number
+_SHAPES_APART = 3  # where passes are fitted together, each stage has one wide shape of so many, in turn
 _PERIOD = 61  # of the context: text that prompt lookup finds something in
 
 
@@ -405,7 +407,10 @@ def _passes(
     rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid
 ) -> Iterator[tuple[Key, Timed]]:
     """Each pass to time, by its point, with what runs it once: of every stage that `stage_names` names except
-    `round`, and first/D, a cycle's first draft pass, which `cold` is told from."""
+    `round`, and first/D, a cycle's first draft pass, which `cold` is told from. Where these are told apart,
+    passes through layers are fitted together, and fewer of them are as good, but for those of the whole
+    model: so each is timed more often within the same minute."""
+    apart = 1
     for rows, context in grid.narrow():
         at = rig.laid_out(context, rows)
         key = rows, rows, rows * context
@@ -414,23 +419,32 @@ def _passes(
         for layer in layers:
             yield (f"draft/{layer}", *key), at.draft(rows, 1, layer)
             if (first := at.first(rows, layer)) is not None:
+                apart = _SHAPES_APART
                 yield (f"first/{layer}", *key), first
         if of_model is not None:
             yield ("draft_model", *key), of_model.laid_out(context, rows).draft(rows, 1, None)
             yield ("fill_model", *key), of_model.laid_out(context, rows).fill(rows, 1, None)
-    for rows, q_len, context in grid.wide():
+    shapes = list(grid.wide())
+    if len(shapes) < LEAST_POINTS * apart:
+        apart = 1
+    for number, (rows, q_len, context) in enumerate(shapes):
         at = rig.laid_out(context, rows)
         key = rows, rows * q_len, rows * context
+        turns = itertools.count(number)
+
         for layer in layers:
-            yield (f"fill/{layer}", *key), at.fill(rows, q_len, layer)
             yield (f"shadow/{layer}", *key), at.shadow(rows, q_len, layer)
         for each in exits:
             yield (f"along/{each.layer}", *key), at.along(rows, q_len, each.layer)
-        for lo in (0, *layers):
-            yield (f"verify/{lo}", *key), at.verify(rows, q_len, lo)
-            for hi in layers:
-                if hi > max(lo, 1):
-                    yield (f"check/{lo}-{hi}", *key), at.check(rows, q_len, lo, hi)
+        yield ("verify/0", *key), at.verify(rows, q_len, 0)
+        for layer in layers:
+            if next(turns) % apart == 0:
+                yield (f"fill/{layer}", *key), at.fill(rows, q_len, layer)
+            if next(turns) % apart == 0:
+                yield (f"verify/{layer}", *key), at.verify(rows, q_len, layer)
+        for lo, hi in itertools.combinations((0, *sorted(layers)), 2):
+            if hi > 1 and next(turns) % apart == 0:
+                yield (f"check/{lo}-{hi}", *key), at.check(rows, q_len, lo, hi)
     for context in grid.contexts:
         at = rig.laid_out(context, 1)
         for num in _powers(4, min(context - 1, 2 * grid.most_tokens)):

@@ -16,6 +16,7 @@ from ..utils.console import make_bar
 
 Key = TypeVar("Key")
 _OFTEN = 4
+_LEAST_SAMPLES = 3  # of a pass: of fewer nobody can tell a quartile
 _REPLAYS = 4  # of a pass on a GPU, one launched behind the other
 Timed = Callable[[], float | None]  # runs a pass -> its milliseconds; None = by the caller's clock
 
@@ -36,20 +37,21 @@ def quiet_times(
     Yardstick's to say. All passes take turns, so that a machine that slows down slows all of them; in another
     order each time, so that none always finds in the caches what the one before it left there.
 
-    budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to all
-               passes alike, the rest to those that take less than the mean, since short ones vary more, and
-               are sampled the more cheaply
+    budget_s   seconds after which no further turn begins once each pass has _LEAST_SAMPLES; half of them go
+               to all passes alike, the rest to those that take less than the mean, since short ones vary
+               more, and are sampled the more cheaply
     often      those that all others are compared with: sampled _OFTEN times in a turn
     """
     taken: dict[Key, list[float]] = {key: [] for key in passes}
     order, shuffled = [*passes, *list(often) * (_OFTEN - 1)], random.Random(0)
     time_one = _time_on_gpu if device.type == "cuda" else _time_on_host
-    began = time.monotonic()
     with make_bar((samples + 1) * len(order), what, "pass", progress) as bar:
         for turn in range(samples + 1):
-            if turn > 1 and time.monotonic() - began > budget_s:
+            if turn <= 1:
+                began = time.monotonic()  # once all are warm
+            elif turn > _LEAST_SAMPLES and time.monotonic() - began > budget_s:
                 break
-            if turn > 1 and time.monotonic() - began > budget_s / 2:
+            elif turn > _LEAST_SAMPLES and time.monotonic() - began > budget_s / 2:
                 mean = statistics.fmean(values[0] for values in taken.values())
                 order = [key for key in order if taken[key][0] < mean or key in often]
             shuffled.shuffle(order)
@@ -82,7 +84,9 @@ def _time_on_gpu(run: Timed) -> float:
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]
+    """By ranks of n + 1, which from three values on expects the same of few as of many: passes of which one
+    was sampled more often than another are compared. Of fewer the least."""
+    return statistics.quantiles(values, n=4)[0] if len(values) >= _LEAST_SAMPLES else min(values)
 
 
 def sync_of(device: torch.device) -> Callable[[], None]:

@@ -66,7 +66,7 @@ def test_without_noise_it_is_what_was_measured(shape: Shape, rows: int) -> None:
     assert list(found) == list(by_stage(points))
     made = {stage: made for stage in found if (made := _made_of(stage, LAYERS))}
     together = _fit_passes({stage: each for stage, each in by_stage(points).items() if stage in made}, made)
-    assert list(together) == list(made) and len(made) == 20
+    assert list(together) == list(made) and len(made) == 19
     for point in points:
         for fits in (found, together):
             if point.stage in fits:
@@ -90,9 +90,19 @@ def test_under_noise_stages_say_something_of_each_other() -> None:
     assert worst[0] < 0.07 and worst[0] < worst[1]
 
 
-def test_plain_decoding_is_a_verify_of_the_whole_model() -> None:
-    found = fit_profile(measured(costs(flat_then_rising), noise=0.08), LAYERS)
-    assert found["verify/0"].cost(1, 1, 200) == pytest.approx(found["plain"].cost(1, 1, 200))
+@pytest.mark.parametrize("layers", [1.0, 3.0], ids=["fitted together", "one by one"])
+def test_plain_decoding_is_a_verify_of_the_whole_model(layers: float) -> None:
+    """However they are fitted: on one machine the two, each by itself, were a fifth apart."""
+    of_layers = costs(flat_then_rising)
+
+    def ms(stage: str, tokens: int, context_tokens: int) -> float:
+        other = {"verify/4": layers, "check/4-7": 1 / layers, "verify/15": 1 / layers}.get(stage, 1.0)
+        return other * of_layers(stage, tokens, context_tokens)
+
+    points = measured(ms, noise=0.08)
+    found = fit_profile(points, LAYERS)
+    assert (found["verify/4"] == fit(points)["verify/4"]) == (layers > 1.0)
+    assert found["verify/0"] == found["plain"] and found["plain"].num_points > 6
 
 
 def test_stages_that_do_not_share_what_they_pass_through_are_fitted_one_by_one() -> None:
@@ -104,7 +114,11 @@ def test_stages_that_do_not_share_what_they_pass_through_are_fitted_one_by_one()
         return other * of_layers(stage, tokens, context_tokens)
 
     points = measured(ms)
-    assert fit_profile(points, LAYERS) == fit(points)
+    found, alone = fit_profile(points, LAYERS), fit(points)
+    whole = ("plain", "verify/0")
+    assert all(found[stage] == alone[stage] for stage in found if stage not in whole)
+    for tokens in (1, 8, 32):
+        assert found["plain"].cost(1, tokens, 200) == pytest.approx(ms("plain", tokens, 200), rel=0.03)
 
 
 def test_what_is_no_pass_through_layers_is_fitted_by_itself() -> None:
@@ -124,7 +138,9 @@ def test_stages_that_were_not_timed_as_passes_alone_are_fitted_one_by_one() -> N
 
 def test_too_few_passes_are_fitted_all_the_same() -> None:
     points = [Point(stage, 1, 1, 64, 10.0) for stage in ("plain", "verify/0", "first/4")]
-    assert fit_profile(points, LAYERS) == fit(points)
+    found = fit_profile(points, LAYERS)
+    assert list(found) == ["plain", "verify/0", "first/4"]
+    assert all(each.cost(1, 1, 64) == pytest.approx(10.0) for each in found.values())
     assert fit_profile([], LAYERS) == {}
 
 
