@@ -27,6 +27,7 @@ __all__ = [
 
 # transformers' names of layers that attend to all positions, and to the last few.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,9 @@ def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
 
     family = find_family(fields.get("architectures"), fields.get("model_type"))
+    layers = fields.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # transformers makes a list of as many
+        raise unsupported("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
     config_class: type[PretrainedConfig] = getattr(transformers, family.config_class)
     try:
         return config_class.from_dict(dict(fields))

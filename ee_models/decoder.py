@@ -94,6 +94,12 @@ class Decoder:
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
         self._fused = self._fuse()
 
+    @staticmethod
+    def rotary_bytes(config: ModelConfig, max_positions: int) -> int:
+        """Memory that making the rotary table of so many positions takes at most: angles, their cosines and
+        sines, and both together."""
+        return max_positions * config.head_dim * 5 * torch.float32.itemsize // 2
+
     @classmethod
     def load(
         cls,

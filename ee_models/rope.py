@@ -95,5 +95,6 @@ def read_rope(config: PretrainedConfig) -> RopeConfig:
         raise CheckpointError(
             f"rope_type {kind!r} needs {', '.join(missing)}, which rope_parameters leaves out"
         )
-    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or RopeConfig.theta
+    theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
+    theta = RopeConfig.theta if theta is None else theta
     return RopeConfig(theta=theta, kind=kind, **{field: parameters[field] for field in fields})

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .config import Settings
 from .errors import build, shown
@@ -53,11 +53,12 @@ class SamplingParams(Settings):
     tiers: bool = False
     speculative: bool = True
 
-    @field_validator("temperature")
+    @field_validator("temperature", "repetition_penalty")
     @classmethod
-    def _not_next_to_zero(cls, value: float) -> float:
+    def _not_next_to_zero(cls, value: float, info: ValidationInfo) -> float:
         if 0.0 < value < 1e-5:  # logits divided by it would overflow
-            raise ValueError(f"temperature={value} is too close to 0: use 0 for greedy, or at least 1e-5")
+            greedy = "0 for greedy, or " if info.field_name == "temperature" else ""
+            raise ValueError(f"too close to 0: use {greedy}at least 1e-5, got {value!r}")
         return value
 
     @model_validator(mode="after")

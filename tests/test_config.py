@@ -46,6 +46,8 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("repetition_penalty", 0.0, "above 0"),
     ("repetition_penalty", -1.0, "above 0"),
     ("repetition_penalty", 101.0, "at most 100"),
+    ("repetition_penalty", 1e-40, "too close to 0: use at least 1e-5"),
+    ("temperature", 1e-7, "too close to 0: use 0 for greedy, or at least 1e-5"),
     ("presence_penalty", 2.1, "at most 2"),
     ("presence_penalty", -2.1, "at least -2"),
     ("frequency_penalty", 2.1, "at most 2"),

@@ -35,17 +35,18 @@ def select_backend(
 ) -> AttentionBackend:
     """The backend called `name`; "auto" is numba on a CPU in float32, triton on a GPU that has it, else sdpa.
 
-    exact: on a GPU, whether a token's output must keep its bits whatever else is in the pass; only triton
-    does that. in_bfloat16: of numba, see NumbaAttention. Raises ValueError for a backend that is unknown or
-    cannot run so.
+    exact: whether a token's output must keep its bits whatever else is in the pass; only triton does that on
+    a GPU, and numba on a CPU. in_bfloat16: of numba, see NumbaAttention. Raises ValueError for a backend that
+    is unknown or cannot run so.
     """
     on_cpu = device.type == "cpu"
     runs = {"numba": on_cpu and dtype == torch.float32, "triton": runs_triton(device), "sdpa": True}
     if name == "auto":
         name = next(backend for backend in runs if runs[backend])
-    if exact and not on_cpu and name != "triton":
+    exact_one = "numba" if on_cpu else "triton"
+    if exact and name in runs and name != exact_one:
         raise ValueError(
-            f"exact_verify needs the attention backend 'triton' on {device}, not {name!r}; use attention"
+            f"exact_verify needs the attention backend {exact_one!r} on {device}, not {name!r}; use attention"
             " 'auto', or leave exact_verify out"
         )
     if name not in runs:

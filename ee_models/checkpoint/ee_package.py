@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import FiniteFloat
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -52,7 +53,7 @@ class PackageInfo(FileInfo):
 
     format: Literal[1] = 1
     base_model: BaseModelInfo
-    scale: float
+    scale: FiniteFloat
     recipe: dict[str, Any]
     data: dict[str, Any]
     held_out: dict[str, float]
@@ -116,9 +117,14 @@ class EEPackage:
                 " settings and the tokenizer that a checkpoint has; name a folder with safetensors"
             )
         low_rank = self.low_rank()
-        unknown = [name for name in low_rank if not base.has(name)]
-        if unknown:
-            raise PackageError(f"{self.folder} changes {unknown[0]}, which {base.path} does not have")
+        for name, each in low_rank.items():
+            if not base.has(name):
+                raise PackageError(f"{self.folder} changes {name}, which {base.path} does not have")
+            if not each.fits(base.tensors[name].shape):
+                raise PackageError(
+                    f"{self.folder / TENSORS}: {name}.a {list(each.a.shape)} and .b {list(each.b.shape)} do"
+                    f" not make a change of {list(base.tensors[name].shape)}; {_REMEDY}"
+                )
         state: dict[str, Tensor] = {}
         for name in base.tensors:
             weight = base.tensor(name)

@@ -66,7 +66,7 @@ class GgufSource:
             shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
         _check_types({place.stored_type for place in places.values()})
         metadata = _read_metadata(reader)
-        rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
+        rope_factors = _read_tensor(path, places[_ROPE_FACTORS]).float() if _ROPE_FACTORS in places else None
         family = find_gguf_family(metadata.get("general.architecture"))
         self.config = _read_config(family, metadata, shapes, rope_factors, _ends_by_text(reader))
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
@@ -191,7 +191,7 @@ def _read_config(
     fields = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "vocab_size": shapes.get("token_embd.weight", (0,))[0],
+        "vocab_size": (shapes.get("token_embd.weight") or (0,))[0],
         "hidden_size": read("embedding_length"),
         "intermediate_size": read("feed_forward_length"),
         "num_hidden_layers": read("block_count"),

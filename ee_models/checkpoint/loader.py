@@ -83,8 +83,9 @@ class Checkpoint:
         """A checksum that tells a model from others of its sizes by a small part of its weights; float32 and
         bfloat16 copies have the same.
 
-        It covers all norms, and queries, values and MLP output of the first, middle and last layer, rounded
-        to bfloat16: full fine-tuning changes the norms, low-rank adapters nearly always queries and values.
+        It covers the norms of all layers' inputs, and queries, values and MLP output of the first, middle and
+        last layer, rounded to bfloat16: full fine-tuning changes the norms, low-rank adapters nearly always
+        queries and values.
         A float16 copy, which rounds small weights, counts as another model.
         """
         depth = self.config.num_layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,14 @@ class LowRank:
     a: Tensor
     b: Tensor
     scale: float
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it changes a weight of this shape."""
+        return (
+            self.a.dim() == self.b.dim() == len(shape) == 2
+            and self.a.shape[0] == self.b.shape[1]
+            and (self.b.shape[0], self.a.shape[1]) == tuple(shape)
+        )
 
     def added_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The changed weight, in `dtype`.

@@ -87,7 +87,7 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
     shape than the config says or a dtype that cannot be read, or has no place in the config (an extra norm,
     an attention sink, a bias): leaving it out would change what the model computes.
     """
-    num_layers = 1 + max((layer for layer in map(_layer_of, index) if layer is not None), default=-1)
+    num_layers = len({layer for layer in map(_layer_of, index) if layer is not None})
     if config.num_layers > num_layers:
         raise CheckpointError(
             f"num_layers is {config.num_layers} in the config, but the weights hold {num_layers} layers;"
@@ -234,5 +234,5 @@ def _read_shard_index(path: Path) -> dict[str, str]:
 
 def _layer_of(name: str) -> int | None:
     """3 for "model.layers.3.mlp.up_proj.weight"; None for a tensor of no layer."""
-    match = re.match(r"model\.layers\.(\d+)(\.|$)", name, re.ASCII)
+    match = re.match(r"model\.layers\.(\d{1,9})(\.|$)", name, re.ASCII)
     return int(match[1]) if match else None

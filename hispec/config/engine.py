@@ -46,7 +46,7 @@ class EngineConfig(Settings):
                             graph, and rows that have stopped are computed along for nothing
     exact_verify            on a GPU, use slower kernels whose result for a token does not depend on what else
                             is in the pass, so that speculative and plain output agree bit for bit; on a CPU
-                            they always do
+                            they always do, with HiSpec's own attention
     max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling
                             (those of a round's stages count as one); the least recently used makes room. As
                             many are kept of passes over prompts

@@ -3,6 +3,7 @@ which takes what the function needs from a round."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -249,10 +250,19 @@ class RejectionJudge:
     def __init__(
         self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool
     ) -> None:
-        # One row of probabilities more than the windows have columns: index -1 keeps what is kept nowhere.
-        size = len(Tier), num_rows * window + 1, vocab_size
+        size = self._shape(num_rows, window, vocab_size)
         self._kept = torch.zeros(size, dtype=torch.float32, device=device)
         self._has_check = has_check
+
+    @staticmethod
+    def _shape(num_rows: int, window: int, vocab_size: int) -> tuple[int, int, int]:
+        # One row of probabilities more than the windows have columns: index -1 keeps what is kept nowhere.
+        return len(Tier), num_rows * window + 1, vocab_size
+
+    @classmethod
+    def num_bytes_of(cls, num_rows: int, window: int, vocab_size: int) -> int:
+        """Of the scratch memory of such a judge."""
+        return math.prod(cls._shape(num_rows, window, vocab_size)) * torch.float32.itemsize
 
     def of_plan(self, has_check: bool) -> RejectionJudge:
         """The judge for rounds of another plan, in the same scratch memory."""

@@ -75,7 +75,7 @@ def resolve_model(name_or_path: str) -> str:
 
     An EE package, by name or folder, is made into a checkpoint at its first use. Raises ModelNotFetchedError
     if the model, or that which a package belongs to, is known but not fetched, and PackageError. Downloads
-    nothing.
+    nothing, but for the base of a package that belongs to a hub's model.
     """
     return _resolve(name_or_path, ())
 

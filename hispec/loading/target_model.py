@@ -14,6 +14,7 @@ from ee_models.kernels import runs_numba
 from ..config import EngineConfig
 from ..errors import ConfigError, shown
 from ..utils.files import expanded
+from ..utils.memory import free_memory_bytes, mb
 from .known_models import KNOWN_MODELS, known_names, nearest_known, resolve_model
 
 
@@ -104,6 +105,12 @@ def load_decoder(
     checkpoint: Checkpoint, config: EngineConfig, device: torch.device, max_positions: int
 ) -> Decoder:
     """The model of a checkpoint, as `config` says. Raises CheckpointError or ConfigError."""
+    needed, free = Decoder.rotary_bytes(checkpoint.config, max_positions), free_memory_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"a rotary table of {max_positions} positions takes {mb(needed)}, and {mb(free)} of memory are"
+            " free; set engine.max_model_len to fewer"
+        )
     weights_dtype = select_dtype(config, checkpoint, device)
     # HiSpec's kernels of a CPU compute in float32, over weights and KV that may be smaller.
     widens = runs_numba(device) and weights_dtype in (torch.bfloat16, torch.float16)

@@ -19,6 +19,7 @@ from ..decoding.stages import Stages, Tier
 from ..drafters.make import DrafterFactory
 from ..errors import ConfigError
 from ..scheduling.request import ExtraKV
+from ..utils.memory import free_memory_bytes, mb
 from .plan_checks import check_plan
 from .plan_spec import Counters, EngineSizes, Models, PlanSpec
 
@@ -233,7 +234,13 @@ class _RuntimeFactory:
             return JUDGES[acceptance](speculative.check if speculative else None)
         has_check, decoder = plan.check_layer is not None, self._models.decoder
         if self._rejection is None:
-            self._rejection = RejectionJudge(
-                self._sizes.max_num_seqs, self._window, decoder.config.vocab_size, decoder.device, has_check
-            )
+            sizes = self._sizes.max_num_seqs, self._window, decoder.config.vocab_size
+            # On a CPU the system may give what there is not, and end the process that writes to it.
+            if decoder.device.type == "cpu" and (num := RejectionJudge.num_bytes_of(*sizes)) > (
+                free := free_memory_bytes()
+            ):
+                raise MemoryError(
+                    f"acceptance='rejection' keeps {mb(num)} of probabilities, {mb(free)} are free"
+                )
+            self._rejection = RejectionJudge(*sizes, decoder.device, has_check)
         return self._rejection.of_plan(has_check)

@@ -37,7 +37,9 @@ class WaitingOrder:
         self._push(request, self._key(request))
 
     def remove(self, request: Request) -> None:
-        self.requests.remove(request)
+        at = self.requests.index(request)
+        del self.requests[at]
+        self._next -= at < self._next  # no other one loses its turn
         del self._entries[request.number]
 
     def refresh(self) -> None:

@@ -328,6 +328,12 @@ CONTRADICTIONS: list[tuple[Fields, str]] = [
         for eps in (math.nan, -math.inf, -1.0)
     ),
     ({"num_hidden_layers": 3}, "num_layers is 3 in the config, but the weights hold 2 layers"),
+    # transformers would make a list of as many, for some models.
+    ({"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000; supported: at most 4096"),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+        "rope theta is 0; supported: a number above",
+    ),
     ({"attention_bias": True}, r"disagree in 8 tensor\(s\): model.layers.0.self_attn.q_proj.bias is missing"),
 ]
 
@@ -352,6 +358,14 @@ def test_layers_that_the_config_does_not_count_are_left_out_and_that_is_said(
     edit_json(folder / "config.json", num_hidden_layers=1)
     assert open_checkpoint(folder).config.num_layers == 1
     assert "the config says 1 layers, the weights hold 2: the last 1 are left out" in caplog.text
+
+
+def test_layers_are_counted_and_not_their_numbers(folder: Path) -> None:
+    """Or a name would have names made for as many."""
+    edit_weights(folder, lambda weights: weights.update({"model.layers.999999999.x": torch.ones(1)}))
+    edit_json(folder / "config.json", num_hidden_layers=4)
+    with pytest.raises(CheckpointError, match="num_layers is 4 in the config, but the weights hold 3 layers"):
+        open_checkpoint(folder)
 
 
 WRONG_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
@@ -399,6 +413,11 @@ WRONG_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] =
         "bias of the head",
         lambda weights: weights.update({"lm_head.bias": torch.ones(TINY_VOCAB)}),
         "lm_head.bias has no place in LlamaForCausalLM",
+    ),
+    (
+        "layer of 5000 digits",
+        lambda weights: weights.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
+        r"disagree in 1 tensor\(s\): model.layers.9999",
     ),
     (
         "bias of the final norm",

@@ -128,6 +128,30 @@ def test_a_model_that_stayed_what_it_was_guesses_from_its_bases_ngrams(
         assert package_checkpoint(folder, as_it_is) == made and found.read_text() == expected
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((2, 16), (16, 3)), ((2, 9), (16, 2)), ((2, 16), (16,)), ((16,), (16, 2))],
+    ids=["ranks", "inputs", "no matrix", "no matrix either"],
+)
+def test_changes_that_do_not_fit_are_refused(
+    base: Path, tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
+    about: dict[str, Any] = {"recipe": {}, "data": {}, "held_out": {"loss": 1.0}}
+    change = {CHANGED: LowRank(torch.ones(a), torch.ones(b), 0.5)}
+    (tmp_path / "package").mkdir()
+    made = save_package(tmp_path / "package", str(base), open_checkpoint(base), change, **about)
+    with pytest.raises(PackageError, match=rf"{CHANGED}.a .* do not make a change of \[16, 16\]"):
+        package_checkpoint(made.folder, as_it_is)
+
+
+def test_a_scale_that_is_no_number_is_refused(package: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(package, tmp_path / "copy"))
+    about = folder / "ee.json"
+    about.write_text(about.read_text().replace('"scale": 0.5', '"scale": NaN'))
+    with pytest.raises(PackageError, match=r"scale: .*finite"):
+        package_checkpoint(folder, as_it_is)
+
+
 def test_force_makes_it_anew(package: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by the name of the package, as `hispec fetch NAME --force` does."""
     monkeypatch.setattr(ee_packages, "PRETRAINED", package.parent)
