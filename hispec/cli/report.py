@@ -57,12 +57,15 @@ def _report(options: argparse.Namespace) -> int:
         return OK
     from ..errors import ConfigError
     from ..page.make import is_trace, write_page
+    from ..utils.plots import check_matplotlib
 
     has_trace = any(is_trace(path) for path in options.files)
     for flag, path in (("-o", options.output), ("--json", options.json)):
         if path is not None and not has_trace:
             raise ConfigError(f"{flag} is of traces, and none of the files is one; leave it out")
     _check_targets(options, options.output)
+    if options.output is not None:
+        check_matplotlib("-o")
     page_trace = write_page(options.files, options.html)
     if page_trace is not None:
         _show(page_trace, options, options.output)

@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
             "unfinished outputs, n of each prompt; more get status 429 (default: 256)",
         ),
         ("--max-tokens", int, "N", "new tokens of a request at most (default: what the context leaves)"),
+        ("--max-logprobs", int, "N", "likeliest tokens beside each that a body may ask for (default: 20)"),
         ("--max-body-bytes", int, "N", "of a request (default: 4 MiB)"),
         ("--timeout-s", float, "SECONDS", "that a request may take in all (default: 600)"),
         (

@@ -11,7 +11,10 @@ from .base import Settings
 from .workers import Workers
 
 LOCAL = "local"
-_CLIENT = "ray://"
+CLIENT = "ray://"
+NO_CLIENT = (
+    "is a Ray Client; start the command on a machine of the cluster, with `ray job submit` for example"
+)
 
 
 def _whole_or_auto(least: int) -> BeforeValidator:
@@ -44,11 +47,8 @@ class RayConfig(Settings):
     @field_validator("address")
     @classmethod
     def _no_client(cls, address: str) -> str:
-        if address.startswith(_CLIENT):
-            raise ValueError(
-                f"{shown(address)} is a Ray Client; start the command on a machine of it, with `ray job"
-                " submit` for example"
-            )
+        if address.startswith(CLIENT):
+            raise ValueError(f"{shown(address)} {NO_CLIENT}")
         return address
 
     @field_validator("num_gpus")

@@ -12,7 +12,7 @@ set): their rows run together, and the next batch's take the place of those that
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from ..outputs import RequestOutput
 from ..prompts import without_nulls, without_nulls_of_others
 from ..sampling_params import SamplingParams, put_over, seed_of
 from ..serving.async_engine import AsyncEngine
+from ..utils.files import parse_json
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 BESIDE_PROMPTS = ("id", "sampling")
@@ -157,7 +158,7 @@ class Generate:
         own = row.get("sampling")
         if isinstance(own, str):
             try:
-                own = json.loads(own)
+                own = parse_json(own)
             except ValueError as error:
                 raise ConfigError(f"sampling: not valid JSON: {error}") from None
         if own is not None and not isinstance(own, dict):
@@ -176,10 +177,14 @@ def _plain(column: Any) -> list[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """A value of a column of numpy's, in which lists are arrays."""
-    if isinstance(value, np.ndarray):
+    """A value of a column of numpy's, in which lists are arrays, also within mappings, and nulls of numbers
+    are nan."""
+    if isinstance(value, np.ndarray | list):
         return [_listed(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, dict):
+        return {name: _listed(item) for name, item in value.items()}
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _result(outcome: RequestOutput | str) -> dict[str, Any]:

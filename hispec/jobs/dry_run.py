@@ -6,12 +6,15 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
 from ..errors import RequestError
+from ..trace.lines import check_replaced
 from ..utils.console import count, make_bar, make_console, make_table
+from ..workers.ray_cluster import check_engine
 from .drive import Timed, drive, warm_up
 from .manifest import make_manifest
 from .output import Outcome, check_output, find_before, settle_format
@@ -72,12 +75,23 @@ def dry_run(job: Job, *, progress: bool = True) -> DryRun:
     found = DryRun(job, work.num_rows, work.num_done, work.num_done_failed)
     if work.num_done == work.num_rows:
         return found
+    _check_trace(job)
     with closing(job.make_llm(trace=None)) as llm:  # one that is there is of rows that were done
         make_manifest(job, before, llm.fingerprints(job.speculative))
         rows = list(_sample(llm, job, found, work, progress))
         found.memory = llm.memory()
         _measure(llm, job, found, rows)
     return found
+
+
+def _check_trace(job: Job) -> None:
+    """Raises ConfigError for a trace that a run would not write."""
+    if job.engine.trace is None:
+        return
+    if job.ray is not None:
+        check_engine(job.engine)
+    elif job.workers == 1:
+        check_replaced(Path(job.engine.trace))
 
 
 def _sample(llm: LLM, job: Job, found: DryRun, work: Work, progress: bool) -> list[Row]:

@@ -65,6 +65,11 @@ class CompletionRequest:
         # Where nothing names a number, a chat goes on to its end, a completion as SamplingParams says.
         unlimited = {"max_tokens": None} if url == CHAT else {}
         sampling = _limited({**unlimited, **defaults}, own, config)
+        if (own.get("logprobs") or 0) > config.max_logprobs:
+            name = "top_logprobs" if url == CHAT else "logprobs"
+            raise ConfigError(
+                f"{name}: must be at most {config.max_logprobs} on this server, got {own['logprobs']}"
+            )
         prompts = [prompt.get("messages", prompt) for prompt in read_prompts(url, body)]
         outputs = len(prompts) * sampling.n
         if outputs > config.max_requests:  # each counts: there would never be room for all

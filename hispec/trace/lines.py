@@ -19,20 +19,24 @@ _START = b'{"type": "trace",'  # of every trace, however it ended
 _log = logging.getLogger(__name__)
 
 
+def check_replaced(path: Path) -> None:
+    """Raises ConfigError for what is there and no trace; OSError where it cannot be read."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"engine.trace: {path} is not a regular file; choose another path")
+    if path.exists() and not is_ours(path):
+        raise ConfigError(
+            f"engine.trace: {path} exists and is no trace of HiSpec; move it away, or choose another path"
+        )
+
+
 class Lines:
     """A file of JSON lines, flushed about once a second. If writing fails it warns once, and stops."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """Replaces an earlier trace. Raises ConfigError for another file, and for what can't be written."""
         try:
-            if path.exists() and not path.is_file():
-                raise ConfigError(f"engine.trace: {path} is not a regular file; choose another path")
+            check_replaced(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not is_ours(path):
-                raise ConfigError(
-                    f"engine.trace: {path} exists and is no trace of HiSpec; move it away, or choose another"
-                    " path"
-                )
             self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise ConfigError(

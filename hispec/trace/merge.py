@@ -20,11 +20,11 @@ def trace_of_worker(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
-def drop_traces_of_workers(path: Path) -> None:
-    """Deletes those of an earlier run, which may have had more workers."""
+def drop_traces_of_workers(path: Path, from_number: int) -> None:
+    """Deletes those of an earlier run, which may have had more workers, from this number on."""
     for old in path.parent.glob(f"{glob.escape(path.stem)}.*{glob.escape(path.suffix)}"):
         number = old.name.removeprefix(f"{path.stem}.").removesuffix(path.suffix)
-        if number.isdecimal() and old.is_file() and is_ours(old):
+        if number.isdecimal() and int(number) >= from_number and old.is_file() and is_ours(old):
             old.unlink()
 
 

@@ -61,7 +61,7 @@ def bug_report() -> dict[str, Any]:
         "extras": lambda: {name: found for name in OPTIONAL if (found := package_version(name)) is not None},
         "cpu": lambda: environment()["cpu"],
         "instructions": _instructions,
-        "cores": lambda: f"{environment()['cores']} of {os.cpu_count()}",
+        "cores": lambda: "{cores} of {machine_cores}".format_map(environment()),
         "threads": lambda: environment()["threads"],
         "load": lambda: environment()["load"],
         "memory": lambda: f"{free_memory_bytes() / 2**30:.1f} GiB free",

@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-BUSY_SHARE = 0.5  # load before a measurement, as a share of the cores
+BUSY_SHARE = 0.5  # load before a measurement, as a share of the machine's cores
 # Of the cores, that others take during one: every matrix product waits for its slowest thread, so little
 # spoils a ratio.
 OTHERS_SHARE = 0.1
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Hardware and versions; `cores` are those this process may use, `load` is how many programs wanted one
-    in the last minute, `gpu` is the device that is used: None for a CPU; without a device torch's own GPU."""
+    """Hardware and versions; `cores` are those this process may use, of the `machine_cores` that `load` is
+    of: how many programs wanted one in the last minute; `gpu` is the device that is used: None for a CPU;
+    without a device torch's own GPU."""
     import torch
 
     has_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "machine_cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if has_gpu else None,
@@ -71,7 +73,8 @@ def busy_text(values: Mapping[str, Any]) -> str | None:
     """That other programs took enough of the machine to spoil a measurement, in words: just before
     `environment()` by its load, or during it by `others`, as `watch_others` has it. None if they didn't."""
     load, others, cores = values["load"], values.get("others"), values["cores"]
-    parts = [f"when this began (load {load:.1f})"] if load is not None and load > BUSY_SHARE * cores else []
+    on = values.get("machine_cores") or cores
+    parts = [f"when this began (load {load:.1f})"] if load is not None and load > BUSY_SHARE * on else []
     if others is not None and others > OTHERS_SHARE * cores:
         parts.append(f"meanwhile ({others:.1f} of {cores} cores)")
     return f"Other programs were running {' and '.join(parts)}" if parts else None

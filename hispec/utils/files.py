@@ -163,7 +163,7 @@ def _check_replaced(flag: str, path: Path) -> None:
     """Raises ConfigError for a file that is not empty and not of the kind that `flag` writes, or can't be
     read."""
     beginnings, kind = _BEGINNINGS[flag]
-    if path.suffix == ".json":  # other programs write it without lines
+    if path.suffix == ".json" and b"{\n" in beginnings:  # other programs write it without lines
         beginnings = *beginnings, b"{", b"["
     try:
         with path.open("rb") as file:

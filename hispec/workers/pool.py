@@ -27,6 +27,7 @@ from ..detokenizer import IncrementalText
 from ..engine.pretrained import Opened
 from ..errors import ConfigError, RequestError, WorkerError, build, check_process, closed, shown
 from ..loading.target_model import open_model
+from ..loading.whole_paths import whole_path, with_whole_paths
 from ..outputs import ContinuationScore, Delta
 from ..sampling_params import SamplingParams
 from ..scheduling.lengths import LengthPredictor
@@ -48,6 +49,7 @@ _PATIENCE_S = 5.0  # that workers have to tell their last counts
 # How long stats are waited for while requests run, which wait, too; and how long stats stay as they are after
 # that was too short.
 _STATS_PATIENCE_S, _STATS_REST_S = 2.0, 30.0
+_IDLE_PATIENCE_S = 10.0  # where nothing is unfinished: who does not answer by then hangs, others may serve
 _MOST_TRIES = 3  # of pairs that are scored, by others when a worker has died
 
 
@@ -86,9 +88,9 @@ class WorkerPool:
         )
         on_cpu = shares[0].device == "cpu"
         setup = Setup(
-            model=model,
+            model=model if cluster is None else whole_path(str(model)),
             config=config.model_copy(update={"device": "cpu"}) if on_cpu else config,
-            speculative=plan,
+            speculative=plan if cluster is None else with_whole_paths(plan),
             scheduling=order,
             length_predictor=length_predictor,
             revision=revision,
@@ -100,8 +102,6 @@ class WorkerPool:
         if setup.forks:  # others are not waited for, and so large a message would be
             setup = replace(setup, opened=_pickled(Opened(checkpoint, self.tokenizer)))
         check_setup(setup)
-        if config.trace is not None:
-            drop_traces_of_workers(Path(config.trace))
         self._setup, self._shares = setup, list(shares)
         self._speculative = plan
         self.is_closed = self._is_woken = False
@@ -118,6 +118,8 @@ class WorkerPool:
         except BaseException:
             launcher.close()
             raise
+        if config.trace is not None:  # only now, as each replaces its own
+            drop_traces_of_workers(Path(config.trace), from_number=len(self._shares))
         self.admission, self.row_invariant = hello.admission, hello.row_invariant
         # Enough that a worker never runs dry, few enough that all end at about the same time.
         room = None
@@ -129,7 +131,9 @@ class WorkerPool:
         )
         weakref.finalize(self, self._dispatcher.close)
         self._reads_stats_s = -math.inf  # the clock's time from which workers are asked for them again
-        self._last_stats, self._last_memory = self.stats(), self.memory()
+        self._hangs = False  # whether a worker did not answer although it had nothing to do
+        self._read_stats()
+        self._last_memory = self.memory()
 
     @property
     def failure(self) -> Exception | None:
@@ -298,13 +302,12 @@ class WorkerPool:
         unfinished and a worker is in a step of seconds, or hangs, they are those of before."""
         if self.is_closed or self.failure is not None:
             return self._last_stats
-        if not self._ids:
-            self._read_stats()
-        elif time.monotonic() >= self._reads_stats_s:
+        if time.monotonic() >= self._reads_stats_s or not (self._ids or self._hangs):
             try:
-                self._read_stats(_STATS_PATIENCE_S)
+                self._read_stats(_STATS_PATIENCE_S if self._ids else _IDLE_PATIENCE_S)
+                self._hangs = False
             except NoAnswerError:
-                self._reads_stats_s = time.monotonic() + _STATS_REST_S
+                self._reads_stats_s, self._hangs = time.monotonic() + _STATS_REST_S, not self._ids
         return self._last_stats
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import socket
 import threading
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+from weakref import WeakSet
 
 from ..config import EngineConfig
-from ..config.ray_cluster import LOCAL, RayConfig
+from ..config.ray_cluster import CLIENT, LOCAL, NO_CLIENT, RayConfig
 from ..errors import ConfigError, WorkerError, cut, shown
 from ..version import __version__
 from .launch import Process
@@ -24,6 +26,7 @@ _log = logging.getLogger(__name__)
 _MOST_CPUS = 8  # of a worker that is not told: more threads wait more for each other (docs/scaling.md)
 _MOST_REASON = 200  # characters of Ray's words on how an actor ended
 _PATIENCE_S = 5.0  # that threads have to end once their actors are gone
+_JOINED: WeakSet[RayCluster] = WeakSet()  # which this program is in a cluster for
 
 
 def import_ray() -> Any:
@@ -45,10 +48,8 @@ class RayCluster:
     def __init__(self, config: RayConfig, engine: EngineConfig) -> None:
         """Raises ConfigError if there is no such cluster, or no worker would ever find room in it."""
         ray = import_ray()
-        _check_engine(engine)
-        self._is_ours = not ray.is_initialized()  # else the program itself is connected, and stays so
-        if self._is_ours:
-            _connect(ray, config.address)
+        check_engine(engine)
+        self._join(ray, config.address)
         try:
             machines = [
                 (int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
@@ -83,10 +84,27 @@ class RayCluster:
             )
 
     def close(self) -> None:
-        """Leaves the cluster, if this object has joined it."""
-        if self._is_ours:
-            self._is_ours = False
-            import_ray().shutdown()
+        """Leaves the cluster with the last of those that are in it, if one of them has joined it."""
+        if self in _JOINED:
+            _JOINED.discard(self)
+            if not _JOINED:
+                import_ray().shutdown()
+
+    def _join(self, ray: Any, address: str) -> None:
+        """Joins a cluster, unless the program itself is in one, and stays there. Raises ConfigError as
+        `_connect`, and for another address than that of the cluster that it is in."""
+        self._address, others = address, list(_JOINED)
+        if not ray.is_initialized():
+            _JOINED.clear()
+            _connect(ray, address)
+        elif address not in ("auto", *(other._address for other in others)):
+            raise ConfigError(
+                f"ray.address={shown(address)}: this program is in a Ray cluster already; leave it at auto to"
+                " use that, or call ray.shutdown() before"
+            )
+        elif not others:
+            return
+        _JOINED.add(self)
 
 
 class RayLauncher:
@@ -194,6 +212,8 @@ class _Bridge:
 
 
 def _connect(ray: Any, address: str) -> None:
+    if address == "auto" and (named := os.environ.get("RAY_ADDRESS", "")).startswith(CLIENT):
+        raise ConfigError(f"RAY_ADDRESS={shown(named)} {NO_CLIENT}")
     try:
         if address == LOCAL:
             ray.init(address=LOCAL, include_dashboard=False, logging_level="ERROR")
@@ -207,7 +227,7 @@ def _connect(ray: Any, address: str) -> None:
         ) from None
 
 
-def _check_engine(engine: EngineConfig) -> None:
+def check_engine(engine: EngineConfig) -> None:
     """Raises ConfigError for settings that only this machine could keep."""
     if engine.trace is not None:
         raise ConfigError(

@@ -93,6 +93,7 @@ class Server:
         arrival_s = request.arrival_s
         if self._is_far:  # times of day of two machines differ by little, monotonic clocks by anything
             arrival_s = time.monotonic() - max(0.0, time.time() - request.arrived_at)
+        arrival_s = min(arrival_s, time.monotonic())  # where the clock has gone back since
         self._engine.add_request(request.token_ids, request.params, name, text, arrival_s, request.is_stream)
 
     def _step(self) -> list[tuple[int, Delta]]:

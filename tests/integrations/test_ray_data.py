@@ -75,6 +75,17 @@ def test_a_batch_of_numpys_comes_back_as_one(udf: Generate, tiny_path: Path) -> 
     assert list(done["text"]) == plain(tiny_path) and done["n"].tolist() == list(range(10))
 
 
+def test_numpys_within_mappings_and_its_nulls_are_what_they_stand_for(udf: Generate, tiny_path: Path) -> None:
+    question = np.array(QUESTIONS[:2], object)
+    some = np.array([{"stop": np.array(["x"])}, {"max_tokens": np.int64(2)}], object)
+    none = np.array([np.nan, np.nan])  # what Ray makes of a column of nulls
+    (first, second) = call(
+        udf, {"question": question, "sampling": some}, {"question": question, "sampling": none}
+    )
+    assert [*first["error"], *second["error"]] == [None] * 4
+    assert first["completion_tokens"][1] == 2 and list(second["text"]) == plain(tiny_path)[:2]
+
+
 def test_a_row_that_cannot_be_served_harms_no_other(udf: Generate) -> None:
     rows = [
         {"question": "a" * 500, "sampling": None},
@@ -83,12 +94,13 @@ def test_a_row_that_cannot_be_served_harms_no_other(udf: Generate) -> None:
         {"question": "d", "sampling": "{"},
         {"question": "e", "sampling": "3"},
         {"question": None, "sampling": None},
+        {"question": "f", "sampling": "[" * 100_000},
     ]
     (done,) = call(udf, pa.Table.from_pylist(rows))
     errors = [row["error"] for row in done.to_pylist()]
     assert errors[1] is None and done["completion_tokens"][1].as_py() <= 3
     assert "max_model_len" in errors[0] and "did you mean 'max_tokens'" in errors[2]
-    assert "JSON" in errors[3] and "mapping" in errors[4] and "prompt" in errors[5]
+    assert "JSON" in errors[3] and "mapping" in errors[4] and "prompt" in errors[5] and "JSON" in errors[6]
     assert [text is None for text in done["text"].to_pylist()] == [error is not None for error in errors]
 
 

@@ -417,7 +417,11 @@ def test_what_others_took_while_it_ran_is_in_the_result_and_said_if_it_is_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "watch_others", lambda: lambda: 1.2)
-    monkeypatch.setattr(bench, "environment", lambda device: environment(device) | {"cores": 2, "load": 0.1})
+    monkeypatch.setattr(
+        bench,
+        "environment",
+        lambda device: environment(device) | {"cores": 2, "machine_cores": 2, "load": 0.1},
+    )
     result = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
     assert result["environment"]["others"] == 1.2
     print_bench(result)
@@ -434,7 +438,7 @@ def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floo
     assert all(f"{name} " in printed for name in ("transformers", "plain", "two-tier", "three-tier"))
     assert "5/6" in printed and "50.0%" in printed and "docs/jobs.md" not in printed
     result["acceptance"]["two_tier"]["draft_kept"] = 0.01
-    result["environment"] |= {"cores": 2, "load": 1.5}
+    result["environment"] |= {"cores": 2, "machine_cores": 2, "load": 1.5}
     print_bench(result | {"row_invariant": False})
     printed = capsys.readouterr().out
     assert "docs/jobs.md" in printed and "bit-identical" in printed and "load 1.5" in printed

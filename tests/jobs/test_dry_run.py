@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hispec.cli import main
+from hispec.config.ray_cluster import RayConfig
 from hispec.errors import ConfigError
 from hispec.jobs import drive
 from hispec.jobs import dry_run as module
@@ -127,6 +128,18 @@ def test_problems_of_the_job_are_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="have the same id"):
         dry_run(make_job(tmp_path, [*prompts(3), *prompts(1)]), progress=False)
     assert not FakeLLM.instances
+
+
+def test_a_trace_that_a_run_would_refuse_is_found(tmp_path: Path) -> None:
+    trace = tmp_path / "notes.txt"
+    trace.write_text("mine\n")
+    job = make_job(tmp_path, prompts(3))
+    of_engine = job.engine.model_copy(update={"trace": str(trace)})
+    with pytest.raises(ConfigError, match=r"notes.txt exists and is no trace of HiSpec"):
+        dry_run(job.model_copy(update={"engine": of_engine}), progress=False)
+    with pytest.raises(ConfigError, match="traces are files of the machine"):
+        dry_run(job.model_copy(update={"engine": of_engine, "ray": RayConfig()}), progress=False)
+    assert not FakeLLM.instances and trace.read_text() == "mine\n"
 
 
 def write_job(folder: Path, lines: list[Any]) -> str:

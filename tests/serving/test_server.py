@@ -380,9 +380,22 @@ def test_a_key_may_be_of_any_characters(key: str) -> None:
 
 
 def test_limits(tiny_path: Path) -> None:
-    with serving(tiny_path, max_requests=2, max_tokens=20, max_body_bytes=2000, timeout_s=30.0) as small:
+    with serving(
+        tiny_path, max_requests=2, max_tokens=20, max_logprobs=3, max_body_bytes=2000, timeout_s=30.0
+    ) as small:
         answer = post(small, prompt="x", max_tokens=21)
         assert answer.status_code == 400 and "at most 20 on this server" in answer.json()["error"]["message"]
+        few = {"prompt": "x", **GREEDY}
+        assert post(small, **few, logprobs=3).status_code == 200
+        answer = post(small, **few, logprobs=4)
+        assert (
+            answer.status_code == 400
+            and "logprobs: must be at most 3 on" in answer.json()["error"]["message"]
+        )
+        answer = post(small, "chat/completions", messages=CHAT, logprobs=True, top_logprobs=4)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(
+            "top_logprobs: must be"
+        )
         chat = post(small, "chat/completions", messages=CHAT, ignore_eos=True).json()
         assert chat["usage"]["completion_tokens"] == 20
         named_none = post(small, prompt="x", ignore_eos=True).json()

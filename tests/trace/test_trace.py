@@ -431,7 +431,9 @@ def test_a_plain_round_has_the_name_of_plain_decoding_whatever_its_line_says(tmp
 def test_traces_of_earlier_workers_are_dropped_whatever_their_name_looks_like(tmp_path: Path) -> None:
     for name in ("tr[1].0.jsonl", "tr[1].12.jsonl", "tr1.0.jsonl", "tr[1].x.jsonl"):
         write_lines(tmp_path / name, HEADER)
-    drop_traces_of_workers(tmp_path / "tr[1].jsonl")
+    drop_traces_of_workers(tmp_path / "tr[1].jsonl", from_number=12)
+    assert (tmp_path / "tr[1].0.jsonl").exists() and not (tmp_path / "tr[1].12.jsonl").exists()
+    drop_traces_of_workers(tmp_path / "tr[1].jsonl", from_number=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tr1.0.jsonl", "tr[1].x.jsonl"]
 
 

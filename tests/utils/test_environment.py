@@ -46,6 +46,8 @@ def test_others_are_what_the_cores_did_besides_this_process(
         ({"load": None, "others": None}, None),
         ({"load": 0.9}, None),
         ({"load": 1.5}, "when this began (load 1.5)"),
+        ({"load": 1.5, "machine_cores": 16}, None),  # this process is on two of them
+        ({"load": 9.0, "machine_cores": 16}, "when this began (load 9.0)"),
         ({"load": None, "others": 1.04}, "meanwhile (1.0 of 2 cores)"),
         ({"load": 1.5, "others": 1.2}, "when this began (load 1.5) and meanwhile (1.2 of 2 cores)"),
     ],

@@ -64,3 +64,5 @@ def test_what_an_option_writes_replaces_nothing_of_another_kind(tmp_path: Path) 
     named = path.with_suffix(".json")
     named.write_text('{"a": 1}')
     check_targets({"--json": named})
+    with pytest.raises(ConfigError, match=r"--html: .*out.json exists and is no page"):
+        check_targets({"--html": named})

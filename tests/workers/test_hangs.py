@@ -321,3 +321,20 @@ def test_nobody_waits_for_the_stats_of_a_stopped_worker(
         assert llm.stats()["finished"] == before["finished"] + len(PROMPTS)
         llm.reset_stats()
         assert llm.stats()["finished"] == 0
+
+
+@linux
+def test_nor_where_nothing_is_to_be_done(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server asks on, for its metrics, and serves by the other worker."""
+    monkeypatch.setattr("hispec.workers.pool._IDLE_PATIENCE_S", 0.3)
+    with LLM(str(tiny_path), workers=2, worker_timeout_s=NEVER, **SMALL) as llm:
+        before = llm.stats()
+        stopped = worker_pids(llm)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        assert llm.stats() == before
+        monkeypatch.setattr("hispec.workers.pool._IDLE_PATIENCE_S", NEVER)
+        assert llm.stats() == before, "it is not asked again at once"
+        os.kill(stopped, signal.SIGCONT)
+        llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+        llm.reset_stats()
+        assert llm.stats()["finished"] == 0

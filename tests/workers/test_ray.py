@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +37,11 @@ class FakeRay(SimpleNamespace):
 
     def init(self, **arguments: Any) -> None:
         self.calls.append(arguments["address"])
+        self.joined = True
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
+        self.joined = False
 
     def nodes(self) -> list[dict[str, Any]]:
         alive = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in self.machines]
@@ -99,6 +102,30 @@ def test_what_can_never_run_is_refused_and_the_cluster_is_left(
     with pytest.raises(ConfigError, match=words):
         RayCluster(build(RayConfig, config, "ray"), build(EngineConfig, engine, "engine"))
     assert fake.calls in ([], ["auto", "shutdown"])
+
+
+def test_a_cluster_is_left_with_the_last_that_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, fake = cluster_of(monkeypatch, [(16, 0)], address="local")
+    make = partial(RayCluster, engine=EngineConfig())
+    others = [make(RayConfig()), make(RayConfig(address="local"))]
+    with pytest.raises(ConfigError, match="address='head:6379': this program is in a Ray cluster already"):
+        make(RayConfig(address="head:6379"))
+    for cluster in (first, first, *others):
+        assert fake.calls == ["local"]
+        cluster.close()
+    assert fake.calls == ["local", "shutdown"]
+    fake.init(address="mine")
+    make(RayConfig()).close()
+    assert fake.joined, "the program is there by itself"
+    with pytest.raises(ConfigError, match="already"):
+        make(RayConfig(address="local"))
+
+
+def test_a_client_of_a_cluster_is_refused_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS='ray://head:10001' is a Ray Client"):
+        cluster_of(monkeypatch, [(16, 0)])
+    assert cluster_of(monkeypatch, [(16, 0)], address="local")[1].calls == ["local"]
 
 
 @pytest.mark.parametrize(
