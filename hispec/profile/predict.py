@@ -342,14 +342,19 @@ def best_by_layers(predictions: Iterable[Prediction], top: int = 5) -> list[Pred
     return sorted((each for group in groups for each in group), key=lambda each: -each.tokens_per_s)
 
 
+def _are_twins(one: Prediction, other: Prediction) -> bool:
+    return replace(one, plan=None) == replace(other, plan=None)
+
+
 def _first_of_each(
     predictions: Iterable[Prediction], group_of: Callable[[SpeculativeConfig], Hashable], top: int
 ) -> dict[Hashable, list[Prediction]]:
-    """{group: the first `top` of its predictions}, without plain decoding."""
+    """{group: the first `top` of its predictions}, without plain decoding, and without plans that do what one
+    before them does: another confidence may change nothing."""
     groups: dict[Hashable, list[Prediction]] = {}
     for prediction in predictions:
         if prediction.plan is not None:
             group = groups.setdefault(group_of(prediction.plan), [])
-            if len(group) < top:
+            if len(group) < top and not any(_are_twins(prediction, each) for each in group):
                 group.append(prediction)
     return groups

@@ -325,4 +325,32 @@ FAULTS = (
         "_parse(content) if True else",
         ("tests/serving/test_server.py",),
     ),
+    Fault(
+        "a server gives as many likeliest tokens as a body asks for",
+        "hispec/serving/completions.py",
+        'if (own.get("logprobs") or 0) > config.max_logprobs:',
+        "if False:",
+        ("tests/serving/test_server.py",),
+    ),
+    Fault(
+        "of several LLMs in a Ray cluster the first that closes leaves it for all",
+        "hispec/workers/ray_cluster.py",
+        "            if not _JOINED:",
+        "            if True:",
+        ("tests/workers/test_ray.py",),
+    ),
+    Fault(
+        "a waiting request loses its turn to be looked at when one before it goes",
+        "hispec/scheduling/waiting.py",
+        "        self._next -= at < self._next  # no other one loses its turn\n",
+        "",
+        ("tests/scheduling/test_scheduler.py",),
+    ),
+    Fault(
+        "probabilities of `rejection` are made without a look at the memory",
+        "hispec/runner/plan_runtime.py",
+        'if decoder.device.type == "cpu" and (num',
+        "if False and (num",
+        ("tests/engine/test_kv_sizing.py",),
+    ),
 )

@@ -46,6 +46,21 @@ def test_blocks_take_what_passes_and_graphs_leave() -> None:
     assert blocks(100_000 * MB) == 4 * 100, "never more than all rows of full length need"
 
 
+def test_probabilities_of_rejection_that_have_no_room_are_refused(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build(SpeculativeConfig, {"draft": {"layer": 3}, "acceptance": "rejection"})
+    monkeypatch.setattr("hispec.runner.plan_runtime.free_memory_bytes", lambda: MB // 4)
+    fits = EngineConfig(max_num_seqs=4, max_model_len=64, num_kv_blocks=16)
+    assert Engine(tiny_decoder, fits, plan).memory()["probability_bytes"] < MB // 4
+    more = fits.model_copy(update={"max_num_seqs": 64})
+    with pytest.raises(
+        ConfigError,
+        match=r"max_num_seqs=64.*acceptance='rejection' keeps 1 MB of probabilities, 0 MB are free",
+    ):
+        Engine(tiny_decoder, more, plan)
+
+
 def test_no_room_for_a_block_is_an_error_that_names_what_to_lower() -> None:
     limits = (
         r"utilization=0\.5 allows 500 MB.*max_num_seqs=4.*max_prefill_tokens=2048 take 400 MB.*not one KV"

@@ -109,6 +109,25 @@ def dtypes(path: Path, **settings: Any) -> tuple[torch.dtype, torch.dtype, torch
     return decoder.dtype, decoder.weights_dtype, decoder.kv_dtype
 
 
+def test_a_rotary_table_that_has_no_room_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """As the model's own limit may be, where a file claims a huge one, or none is set."""
+    checkpoint = open_model(tiny_checkpoint(tmp_path / "model", num_layers=2))
+    with pytest.raises(
+        ConfigError, match=r"rotary table of 1000000000000 positions .*set engine.max_model_len"
+    ):
+        load_decoder(checkpoint, EngineConfig(), CPU, 10**12)
+
+
+def test_exact_verify_beside_attention_that_does_not_keep_it_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_model(tiny_checkpoint(tmp_path / "model", num_layers=2))
+    exact = EngineConfig(exact_verify=True)
+    assert load_decoder(checkpoint, exact, CPU, 64).row_invariant
+    with pytest.raises(
+        ConfigError, match="exact_verify needs the attention backend 'numba' on cpu, not 'sdpa'"
+    ):
+        load_decoder(checkpoint, exact.model_copy(update={"attention": "sdpa"}), CPU, 64)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

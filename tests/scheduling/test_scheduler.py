@@ -14,6 +14,7 @@ from hispec.sampling_params import SamplingParams
 from hispec.scheduling.policy import Job, Key, Service
 from hispec.scheduling.request import Request
 from hispec.scheduling.scheduler import Scheduler
+from hispec.scheduling.waiting import WaitingOrder
 from tests.helpers.scheduling_server import make_request
 
 SIZE = 4
@@ -345,6 +346,19 @@ def test_the_order_is_found_among_many_though_keys_change_while_they_wait() -> N
         scheduler.running[0].finish_reason = "stop"
         scheduler.remove(scheduler.running[0])
     assert order == [500 + count for count in range(60)]
+
+
+def test_who_waits_is_looked_at_in_turn_whoever_goes_meanwhile() -> None:
+    ranks = {number: 10.0 + number for number in range(600)}
+    order = WaitingOrder(lambda request: (ranks[request.number],))
+    requests = [make_request(number) for number in range(600)]
+    for request in requests:
+        order.add(request)
+    order.refresh()  # the first 256
+    order.remove(requests[0])
+    ranks[256] = -1.0
+    order.refresh()
+    assert order.first()[1] is requests[256]
 
 
 # ---- when blocks run out ----
