@@ -56,7 +56,7 @@ def test_probabilities_of_rejection_that_have_no_room_are_refused(
     more = fits.model_copy(update={"max_num_seqs": 64})
     with pytest.raises(
         ConfigError,
-        match=r"max_num_seqs=64.*acceptance='rejection' keeps 1 MB of probabilities, 0 MB are free",
+        match=r"max_num_seqs=64.*acceptance='rejection' keeps .* of probabilities, 0 MB are free",
     ):
         Engine(tiny_decoder, more, plan)
 
