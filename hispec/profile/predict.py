@@ -72,8 +72,10 @@ class Calibration:
     def num_together(self, plan: SpeculativeConfig | None, parts_ms: float) -> int:
         """Rounds of the plan that run as one call, if the parts of each take so long; 0: they go stage by
         stage."""
-        is_call = self.max_run_ms > 0.0 and (plan is None or (self.links and _is_compiled(plan)))
-        return num_together(self.max_run_ms, parts_ms + self.token_ms) if is_call else 0
+        is_call = plan is None or (self.links and _is_compiled(plan))
+        if not is_call or self.max_run_ms <= 0.0 or parts_ms <= 0.0:
+            return 0
+        return num_together(self.max_run_ms, parts_ms + self.token_ms)
 
 
 def calibrate(
