@@ -21,6 +21,7 @@ from .timing import Timed
 _WIDTHS = 2, 4, 16, 64  # positions of a row, beside one
 _MOST_TOKENS = 128  # of a pass, but for one over a single position of each row
 _LEAST_CONTEXT = 2  # positions that a row can attend to
+_PROMPT_TOKENS = 128  # of a prompt's pass, which waits for arithmetic where those of few tokens do for memory
 _MOST_CONTEXT = 512  # beyond, a pass would take as long for its context as for its weights
 
 
@@ -30,14 +31,16 @@ class _Pass:
 
     stage: str
     num_tokens: int
+    rows: int
+    context_tokens: int
     run: Timed
     ms: list[float] = field(default_factory=list)
 
 
 class Yardstick:
     """Passes through the whole model over `num_rows` rows in the middle of their answers: plain decoding's,
-    and of several positions of each row, as other plans verify them. On a CPU alone: a GPU that is ours keeps
-    its speed, and a pass there would have to be captured."""
+    of several positions of each row, as other plans verify them, and over a part of a prompt. On a CPU alone:
+    a GPU that is ours keeps its speed, and a pass there would have to be captured."""
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Yardstick:
         widest = max(1, min(widest, _MOST_TOKENS // num_rows, decoder.max_positions - _LEAST_CONTEXT))
         length = round(statistics.fmean(map(len, prompts))) + max_tokens // 2
         self._length = max(_LEAST_CONTEXT, min(length, _MOST_CONTEXT, decoder.max_positions - widest))
-        self._num_rows, self._timed, self._is_open = num_rows, 0, True
+        self._timed, self._is_open = 0, True
         self._passes: list[_Pass] = []
         self._rigs = ExitStack()
         if decoder.device.type == "cpu":
@@ -60,11 +63,15 @@ class Yardstick:
             context = (context * -(-self._length // len(context)))[: self._length]
             rig = Rig(decoder, [], context, num_rows, widest)
             self._rigs.callback(rig.close)
-            self._passes.append(_Pass("plain", num_rows, rig.plain(num_rows)))
+            of_rows = num_rows, num_rows * self._length
+            self._passes.append(_Pass("plain", num_rows, *of_rows, rig.plain(num_rows)))
             for width in _WIDTHS:
                 if width <= widest:
                     run = rig.verify(num_rows, width, 0)
-                    self._passes.append(_Pass("verify/0", num_rows * width, run))
+                    self._passes.append(_Pass("verify/0", num_rows * width, *of_rows, run))
+            of_prompt = min(_PROMPT_TOKENS, self._length - 1)
+            if of_prompt > max(_PROMPT_TOKENS // 2, self._passes[-1].num_tokens):
+                self._passes.append(_Pass("prefill", of_prompt, 1, self._length - 1, rig.prefill(of_prompt)))
 
     def __enter__(self) -> Yardstick:
         return self
@@ -91,10 +98,9 @@ class Yardstick:
 
     def drift(self, latency: LatencyModel) -> Drift:
         """Means of the passes over what they take by `latency`; STEADY if none was timed."""
-        rows = float(self._num_rows)
         found = {
             float(each.num_tokens): trimmed_mean(each.ms)
-            / float(latency[each.stage](rows, float(each.num_tokens), rows * self._length))
+            / float(latency[each.stage](float(each.rows), float(each.num_tokens), float(each.context_tokens)))
             for each in self._passes
             if each.ms
         }

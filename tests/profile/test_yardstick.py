@@ -20,25 +20,34 @@ from tests.helpers.tiny import tiny_checkpoint
 def test_drift_is_what_passes_took_over_what_they_should(
     tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, num_rows: int, prompts: list[list[int]]
 ) -> None:
+    """The longer prompts' mean has room for a pass over 128 positions of one, in memory for 3 rows of it."""
     latency = LatencyModel(
-        {"plain": Linear(constant_ms=4.0, row_ms=2.0), "verify/0": Linear(constant_ms=5.0, token_ms=3.0)}
+        {
+            "plain": Linear(constant_ms=4.0, row_ms=2.0),
+            "verify/0": Linear(constant_ms=5.0, token_ms=3.0),
+            "prefill": Linear(constant_ms=1.0, row_ms=2.0, context_ms=1.0),
+        }
     )
+    of_prompt = [128] if num_rows == 3 else []
     with Yardstick(tiny_decoder, prompts, 8, num_rows, widest=20) as found:
         assert found.drift(latency) == STEADY, "nothing was timed yet"
         found.measure()
         assert found.drift(latency).tokens == (num_rows,)
         found.measure()
         found.measure_all()
-        assert [len(each.ms) for each in found._passes] == [2, 2, 1, 1], "in turns"
+        assert [len(each.ms) for each in found._passes] == [2, 2, *[1] * (2 + len(of_prompt))], "in turns"
         assert min(found.drift(latency).factors) > 0
-    for each, ms in zip(found._passes, ([100.0, 9.0, 3.0], [8.0], [7.5], [7.0, 6.0, 80.0]), strict=True):
+    taken = [[100.0, 9.0, 3.0], [8.0], [7.5], [7.0, 6.0, 80.0], *[[50.0]] * len(of_prompt)]
+    for each, ms in zip(found._passes, taken, strict=True):
         monkeypatch.setattr(each, "ms", ms)
     drift = found.drift(latency)
-    assert drift.tokens == tuple(width * num_rows for width in (1, 2, 4, 16))
+    assert drift.tokens == (*(width * num_rows for width in (1, 2, 4, 16)), *of_prompt)
     wide = [ms / (5 + 3 * width * num_rows) for width, ms in ((2, 8.0), (4, 7.5), (16, 7.0))]
+    if of_prompt:
+        wide.append(50.0 / (1 + 2 + found._length - 1))
     assert drift.factors == pytest.approx([9.0 / (4 + 2 * num_rows), *wide])
     found.measure()  # its memory is given back: nothing more is timed
-    assert len(found._passes[-1].ms) == 3
+    assert len(found._passes[3].ms) == 3
 
 
 @pytest.mark.parametrize(
