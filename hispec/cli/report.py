@@ -57,15 +57,12 @@ def _report(options: argparse.Namespace) -> int:
         return OK
     from ..errors import ConfigError
     from ..page.make import is_trace, write_page
-    from ..utils.plots import check_matplotlib
 
     has_trace = any(is_trace(path) for path in options.files)
     for flag, path in (("-o", options.output), ("--json", options.json)):
         if path is not None and not has_trace:
             raise ConfigError(f"{flag} is of traces, and none of the files is one; leave it out")
     _check_targets(options, options.output)
-    if options.output is not None:
-        check_matplotlib("-o")
     page_trace = write_page(options.files, options.html)
     if page_trace is not None:
         _show(page_trace, options, options.output)
@@ -79,10 +76,7 @@ def _show(trace: Trace, options: argparse.Namespace, picture: Path | None) -> No
     from ..trace.report import print_report
     from ..trace.summary import summarize
     from ..utils.files import write_json
-    from ..utils.plots import check_matplotlib
 
-    if options.output is not None:
-        check_matplotlib("-o")
     summary = summarize(trace)
     print_report(summary)
     if options.json is not None:
@@ -96,7 +90,10 @@ def _check_targets(options: argparse.Namespace, picture: Path | None) -> None:
     """Creates missing folders. Raises ConfigError for what must not be written, or can't be."""
     from ..errors import ConfigError
     from ..utils.files import check_targets
+    from ..utils.plots import check_matplotlib
 
+    if options.output is not None:
+        check_matplotlib("-o")
     if picture is not None and picture.suffix.lower() != ".png":
         raise ConfigError(f"-o: {picture} is drawn as PNG; give it a name that ends with .png")
     check_targets({"-o": picture, "--html": options.html, "--json": options.json}, options.files)

@@ -115,11 +115,11 @@ class WorkerPool:
         try:
             # Of a cluster one that serves is enough: others may have to wait for machines.
             workers, num_ready, hello = start_all(launcher, setup, self._shares, waits=cluster is None)
+            if config.trace is not None:  # only now, as each replaces its own
+                drop_traces_of_workers(Path(config.trace), from_number=len(self._shares))
         except BaseException:
             launcher.close()
             raise
-        if config.trace is not None:  # only now, as each replaces its own
-            drop_traces_of_workers(Path(config.trace), from_number=len(self._shares))
         self.admission, self.row_invariant = hello.admission, hello.row_invariant
         # Enough that a worker never runs dry, few enough that all end at about the same time.
         room = None

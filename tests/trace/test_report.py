@@ -290,6 +290,8 @@ def test_without_matplotlib_it_says_what_to_install(
     assert main(["report", str(trace), "-o", str(tmp_path / "a.png")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "-o needs matplotlib" in captured.err
+    page = ["--html", str(tmp_path / "page.html"), "-o", str(tmp_path / "a.png")]
+    assert main(["report", str(trace), *page]) == 2 and not (tmp_path / "page.html").exists()
 
 
 def test_a_folder_that_may_not_be_written_costs_the_picture_alone(
