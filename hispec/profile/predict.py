@@ -115,7 +115,7 @@ def calibrate(
     prefills = [step for step in steps if step.prefill_tokens]
     prefill_ms = 0.0
     for step in prefills:
-        of_round = call_ms + token_ms if step.is_call else of_stages
+        of_round = call_ms + step.rounds * token_ms if step.is_call else of_stages
         besides = passes_ms(step) + of_round * float(drift(step.rows)) if step.rows else 0.0
         prefill_ms += (1e3 * step.seconds - besides) / float(drift(step.prefill_tokens))
     full = [1e3 * step.seconds / float(drift(step.rows)) for step in by_stage if step.rows == batch_size]

@@ -336,6 +336,9 @@ def test_what_the_host_adds_to_calls_is_told_from_calls_of_one_round_and_of_seve
         [one, eight, Step(0.0295, 20, 1, 1, True, 0.009)], PassTimes(constant_costs(), 30), 1, 50.0
     )
     assert prompt.prefill_s == pytest.approx(0.020)
+    joins = Step(0.094, 20, 1, 8, True, 0.072)  # a prompt of 20 ms, and a call of eight rounds after it
+    prompt = calibrate([one, eight, joins], PassTimes(constant_costs(), 30), 1, 50.0)
+    assert prompt.prefill_s == pytest.approx(0.020)
 
 
 def test_rounds_that_run_together_share_what_the_host_adds_to_a_call() -> None:
