@@ -43,7 +43,7 @@ def exp(builder: Any, x: Any) -> Any:
     def add_product(p: Any, q: Any, r: Any) -> Any:
         return multiply_add(builder, p, q, r)
 
-    x = builder.select(builder.fcmp_ordered(">", x, every(_LOWEST)), x, every(_LOWEST))
+    given, x = x, builder.select(builder.fcmp_ordered(">", x, every(_LOWEST)), x, every(_LOWEST))
     x = builder.select(builder.fcmp_ordered("<", x, every(_HIGHEST)), x, every(_HIGHEST))
     name = f"llvm.floor.v{size}f32" if size else "llvm.floor.f32"
     floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name)
@@ -56,11 +56,12 @@ def exp(builder: Any, x: Any) -> Any:
     p = builder.fadd(add_product(builder.fmul(p, r), r, r), every(1.0))
     # 2 ** whole, by building its bits.
     bits = builder.add(builder.fptosi(whole, whole_kind), every(127, whole_kind))
-    return builder.fmul(p, builder.bitcast(builder.shl(bits, every(23, whole_kind)), kind))
+    found = builder.fmul(p, builder.bitcast(builder.shl(bits, every(23, whole_kind)), kind))
+    return builder.select(builder.fcmp_unordered("uno", given, given), given, found)  # the limits lose a NaN
 
 
 def _exp32_intrinsic(_context: Any, x: Any) -> Any:
-    """exp(x) in float32, within 2 units in the last place; clamped to [exp(-87), exp(88)]."""
+    """exp(x) in float32, within 2 units in the last place; clamped to [exp(-87), exp(88)]; NaN of NaN."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return exp(builder, args[0])

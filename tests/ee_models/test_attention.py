@@ -124,6 +124,19 @@ class Pass:
         return backend.attend(self.queries, self.kv, LAYER, backend.prepare(self.view, self.kv))
 
 
+@pytest.mark.parametrize("of", ["queries", "keys", "values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_number_that_is_none_reaches_those_who_see_it(of: str, dtype: torch.dtype) -> None:
+    """Requests whose logits are no numbers fail by name, which needs these to arrive, and no other request's."""
+    row = Row.random(80, 20, (4, 2, 16))
+    getattr(row, of)[70, 0] = float("nan")
+    batch = Pass.of([row, Row.random(80, 20, (4, 2, 16), seed=1)]).over(dtype)
+    found = batch.attend(NumbaAttention()).view(40, 4, 16)
+    seeing = found[10:11, :1] if of == "queries" else found[10:20, :2]
+    assert not seeing.isfinite().any()
+    assert found[20:].isfinite().all() and found[:20, 2:].isfinite().all()
+
+
 def naive(rows: Sequence[Row]) -> Tensor:
     """[tokens, heads * head_dim] in float64, token by token and head by head, from the sequences
     themselves."""

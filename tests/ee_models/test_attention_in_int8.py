@@ -102,14 +102,6 @@ def test_what_lies_past_the_last_position_is_not_seen_whatever_it_is() -> None:
         assert torch.equal(left.attend(NumbaAttention()), expected)
 
 
-def test_values_that_are_not_finite_reach_those_who_see_them() -> None:
-    row = Row.random(80, 20, (4, 2, 16))
-    row.keys[70, 0, 5] = row.values[70, 0, 5] = float("nan")
-    found = attend([row, Row.random(80, 20, (4, 2, 16), seed=1)]).view(40, 4, 16)
-    assert found[:10].isfinite().all() and found[20:].isfinite().all()
-    assert found[10:20, :2].isnan().all() and found[10:20, 2:].isfinite().all()
-
-
 def ways() -> list[tuple[int, str]]:
     """(width of vectors, how whole numbers are multiplied) that numba compiles for."""
     needed = {(8, "pairs"): "avx2", (16, "pairs"): "avx512bw", (8, "vnni"): "avxvnni"}
