@@ -163,14 +163,19 @@ def time_engines(
                             assert baseline is not None
                             runs[name].time(number, prompts, baseline.generate)
                         else:
-                            runs[name].time(number, prompts, decode, lambda: llm.stats()["round_s"])
+                            runs[name].time(number, prompts, decode, lambda: _decode_s(llm))
                     if name != "transformers":
                         runs[name].stats = add_counts(runs[name].stats, llm.stats())
                     bar.update()
-    return _result(job, options, prompts, plans, runs) | {
+    return _result(job, options, prompts, plans, runs, llm.num_workers) | {
         "memory": memory,
         "row_invariant": llm.row_invariant,
     }
+
+
+def _decode_s(llm: LLM) -> float:
+    """Seconds of rounds so far; of several workers, which have theirs at once, the mean."""
+    return float(llm.stats()["round_s"]) / llm.num_workers
 
 
 def _keeps_outputs(plan: SpeculativeConfig | None) -> bool:
@@ -202,6 +207,7 @@ def _result(
     prompts: list[TokenIds],
     plans: dict[str, SpeculativeConfig | None],
     runs: dict[str, Runs],
+    num_workers: int,
 ) -> dict[str, Any]:
     engines: dict[str, Any] = {}
     acceptance: dict[str, Any] = {}
@@ -216,8 +222,12 @@ def _result(
         if name in plans:
             engines[name]["group_decode_seconds"] = run.by_group(decode=True)[1]
             rates = asdict(Rates.of(run.stats, plans[name]))
-            pass_s = [run.stats[f"{stage}_pass_s"] for stage in STAGES]
-            engines[name]["stage_s"] = stage_seconds(pass_s, run.stats["round_s"])
+            # Stats are of all runs and workers, `stage_s` of one of each, as the seconds beside it.
+            *pass_s, round_s = (
+                run.stats[key] / (options.repeats * num_workers)
+                for key in (*(f"{stage}_pass_s" for stage in STAGES), "round_s")
+            )
+            engines[name]["stage_s"] = stage_seconds(pass_s, round_s)
             tiers = {key: rates.pop(key) for key in _TIER_RATES}
             engines[name]["decode_tokens_per_s"] = run.median_tokens_per_s(decode=True)
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}

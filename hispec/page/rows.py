@@ -109,6 +109,8 @@ def _settings(manifest: Manifest) -> Html:
 
 
 def _acceptance(counts: Mapping[str, Any]) -> Html | None:
+    # Without a check tentative tokens are the drafts again, and where plans change, a mixture of both.
+    judges_all = counts.get("check_judged") == counts.get("drafted")
     tiers = (
         ("drafts that the tier above kept", "draft_kept", "drafted"),
         ("of these looked up", "looked_up_kept", "looked_up"),
@@ -118,7 +120,7 @@ def _acceptance(counts: Mapping[str, Any]) -> Html | None:
     rows = [
         (name, f"{counts[kept]} of {counts[whole]}", percent(share), bar(share))
         for name, kept, whole in tiers
-        if counts.get(whole)
+        if counts.get(whole) and not (kept == "accepted" and not judges_all)
         for share in [counts[kept] / counts[whole]]
     ]
     return table(("tier", "tokens", "share", ""), rows) if rows else None
