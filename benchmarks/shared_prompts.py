@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         llms = {name: stack.enter_context(closing(job.make_llm())) for name, job in jobs.items()}
         prompts = [llms[WITH].encode(row.prompt, chat=row.is_chat) for row in rows]
         for llm in llms.values():
-            warm_up(llm, [prompts[-1][::-1]], sampling)  # begins as no prompt does: none finds it in the cache
+            warm_up(llm, [prompts[-1][::-1]], sampling)  # begins as no prompt does, for the cache
         measured_on, others = environment(), watch_others()
         kinds = make_batches(prompts, options.batch_size, options.shots)
         found = {name: _run(llms, batches, sampling) for name, batches in kinds.items()}

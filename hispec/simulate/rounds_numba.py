@@ -240,7 +240,7 @@ def run_rounds(
             return now, NO_ROOM
         step_s, round_s, finished = prefill(tables, rows, order), 0.0, False
         has_prefill = step_s > 0.0
-        num_ready = most = context = 0
+        num_ready = most = context = np.int64(0)  # a literal's would compile `_round` once more
         for row in rows:
             if row.prefill_left == 0:
                 num_ready, context = num_ready + 1, context + row.length

@@ -127,7 +127,7 @@ class Pass:
 @pytest.mark.parametrize("of", ["queries", "keys", "values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_number_that_is_none_reaches_those_who_see_it(of: str, dtype: torch.dtype) -> None:
-    """Requests whose logits are no numbers fail by name, which needs these to arrive, and no other request's."""
+    """Requests whose logits are no numbers fail by name, which needs them to arrive; and in no other row."""
     row = Row.random(80, 20, (4, 2, 16))
     getattr(row, of)[70, 0] = float("nan")
     batch = Pass.of([row, Row.random(80, 20, (4, 2, 16), seed=1)]).over(dtype)

@@ -109,7 +109,15 @@ def ways() -> list[tuple[int, str]]:
     return [(8, "plain"), (16, "plain"), *can_run]
 
 
-@pytest.fixture(params=ways(), ids=str, scope="module")
+def quick(way: tuple[int, str]) -> bool:
+    """Vectors of either width, and each kind of product, are among these and this CPU's own."""
+    return way not in ((16, "plain"), (16, "pairs"))
+
+
+@pytest.fixture(
+    params=[pytest.param(way, id=str(way), marks=() if quick(way) else pytest.mark.slow) for way in ways()],
+    scope="module",
+)
 def products(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """numba_int8_products of another CPU."""
     width, dot = request.param

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -72,6 +73,12 @@ class Law:
 def _better(chance: float, log_odds: float) -> float:
     odds = float(np.exp(log_odds))
     return chance * odds / (1 - chance + chance * odds)
+
+
+@cache
+def _ms(cost: Linear, rows: int, tokens: int, context_tokens: int) -> float:
+    """Few passes of thousands of rounds differ."""
+    return float(cost(rows, tokens, context_tokens))
 
 
 @dataclass
@@ -160,7 +167,7 @@ class Machine:
         latency, each = self.latency, self.context_per_row
 
         def cost(name: str, rows: int, tokens: int) -> float:
-            return float(latency[name](rows, tokens, rows * each)) if rows else 0.0
+            return _ms(latency[name], rows, tokens, rows * each) if rows else 0.0
 
         total = cost("round", rows, rows)
         if choice.route is None:

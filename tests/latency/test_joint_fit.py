@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from hispec.latency.fit import Point, StageFit, by_stage, fit
+from hispec.latency.fit import Point, StageFit, by_stage, fit, fit_stage
 from hispec.latency.joint_fit import _fit_passes, _made_of, cold_stages, fit_profile
 from hispec.latency.model import Linear, stage_names
 from hispec.measure.latency import Grid
@@ -15,6 +15,23 @@ from hispec.measure.latency import Grid
 LAYERS = 30
 EXITS = (4, 7, 15)
 Shape = Callable[[int], float]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_stage_is_fitted_once() -> Iterator[None]:
+    """Tests compare fits of the same points."""
+    known: dict[tuple[Point, ...], StageFit] = {}
+
+    def fit_once(points: Sequence[Point]) -> StageFit:
+        key = tuple(points)
+        if key not in known:
+            known[key] = fit_stage(points)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("fit", "joint_fit"):
+            patch.setattr(f"hispec.latency.{module}.fit_stage", fit_once)
+        yield
 
 
 def flat_then_rising(tokens: int) -> float:

@@ -30,11 +30,11 @@ BLOCKS = {"block_size": 16}
 FEW = {"block_size": 16, "num_kv_blocks": 8}
 
 
-# What weights are held in, and four times the numbers of a head, of which 16 or 64 are mixed together.
+# What weights are held in, and the numbers of a head, of which 16 or 64 are mixed together.
 CASES: dict[str, tuple[Quantization | None, int]] = {
-    "float32": (None, 64),
-    "int8": ("int8", 64),
-    "int8 of wide heads": ("int8", 256),
+    "float32": (None, 16),
+    "int8": ("int8", 16),
+    "int8 of wide heads": ("int8", 64),
 }
 
 
@@ -42,8 +42,9 @@ CASES: dict[str, tuple[Quantization | None, int]] = {
 def given(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Quantization | None, Path]:
-    quantization, hidden = CASES[request.param]
-    return quantization, tiny_checkpoint(tmp_path_factory.mktemp("heads") / "model", hidden=hidden)
+    quantization, head_dim = CASES[request.param]
+    folder = tmp_path_factory.mktemp("heads") / "model"
+    return quantization, tiny_checkpoint(folder, hidden=64, head_dim=head_dim)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from hispec.sampling_params import SamplingParams
 from tests.helpers.runs import LONG, NUMBERS, PROMPTS, but, lengths_of_steps, one_by_one, spied, together
 from tests.helpers.support import GREEDY, make_engine, random_prompts, run, threads
 from tests.helpers.sweeps import sweep
+from tests.helpers.tiny import tiny_checkpoint
 
 COUNTS = ("rounds", "tokens", "committed", "verify_undrafted", "accept_length_histogram", "layer_passes")
 
@@ -82,15 +83,15 @@ def test_the_bits_of_keys_and_values_are_those_of_single_rounds(tiny_path: Path,
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_passes_of_which_threads_have_tokens_of_their_own_change_no_output(
-    tiny_path: Path, quantization: str | None
+    tmp_path: Path, quantization: str | None
 ) -> None:
-    """In one call, over more rows than such passes take tokens. A few such passes, since threads wait for
-    each other where other tests have their cores."""
+    """In one call, over more rows than such passes take tokens. A few such passes of a few layers, since
+    threads wait for each other where other tests have their cores."""
     num_rows = 2 * fused_kernel._OWN_TOKENS + 3
-    prompts = random_prompts((9,) * num_rows)
+    prompts, path = random_prompts((9,) * num_rows), tiny_checkpoint(tmp_path / "model", num_layers=3)
     with threads(2):
         decoder = Decoder.load(
-            open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), quantization=quantization
+            open_checkpoint(path), torch.float32, torch.device("cpu"), quantization=quantization
         )
         found = []
         for size in (num_rows, 16):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hispec.simulate.config import SimulationConfig
+from hispec.simulate.metrics import Run
 from hispec.simulate.row_state import T_ROWS, T_STEP_S, T_TOKENS
 from hispec.simulate.run import Experiment
 from tests.helpers.simulations import experiment, latencies, run, share
@@ -87,13 +89,21 @@ def test_shortest_remaining_first_is_as_much_faster_as_schrage_says() -> None:
     assert oracle[0] + oracle[1] < first[0] - first[1]
 
 
+def six_hundred(**systems: Any) -> SimulationConfig:
+    config = single_server({"kind": "exponential", "mean": 100.0}, 0.8, **systems)
+    return config.model_copy(update={"requests": config.requests.model_copy(update={"num": 600})})
+
+
+@cache
+def in_order() -> Run:
+    return run(six_hundred(fcfs={}), "fcfs")
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_littles_law_and_no_idle_row_while_somebody_waits(name: str) -> None:
     """Mean number in the system = rate * mean latency; on one row, the order does not change when the server
     is busy."""
-    config = single_server({"kind": "exponential", "mean": 100.0}, 0.8, only=POLICIES[name], fcfs={})
-    config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 600})})
-    done, reference = run(config), run(config, "fcfs")
+    done, reference = run(six_hundred(only=POLICIES[name])), in_order()
     outcomes = done.outcomes
     changes = np.concatenate(
         [np.stack([outcomes.arrival_s, np.ones(600)]), np.stack([outcomes.finished_s, -np.ones(600)])],
