@@ -171,6 +171,7 @@ class FakeLLM:
         drafted = 0 if self.speculative is None else num_tokens
         counts: dict[str, float] = {
             "round_s": num_tokens / 128,
+            "verify_pass_s": num_tokens / 256,
             "tokens": num_tokens,
             "committed": num_tokens,
             "rounds": num_tokens,

@@ -133,6 +133,19 @@ def test_a_difference_from_plain_is_counted(tmp_path: Path, monkeypatch: pytest.
     assert result["exact_match"] == {"two_tier": [0, 6], "three_tier": [0, 6]}
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_seconds_of_stages_are_those_of_a_run_and_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setattr(FakeLLM, "num_workers", num_workers)
+    result = run_bench(make_job(tmp_path), options(transformers=False, repeats=3), progress=False)
+    for engine in result["engines"].values():
+        seconds = sum(engine["group_decode_seconds"])
+        assert seconds == pytest.approx(engine["tokens"] / 128 / num_workers)
+        assert engine["stage_s"]["verify"] == pytest.approx(seconds / 2)
+        assert sum(engine["stage_s"].values()) == pytest.approx(seconds)
+
+
 def test_two_tier_is_three_tier_without_its_check() -> None:
     three = build(SpeculativeConfig, THREE_TIER)
     plans = plans_of(three, {})
