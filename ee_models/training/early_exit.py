@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .adapters import AdapterModule, rotations
 from .curriculum import dropout_rates
-from .examples import Example, check_examples, grouped_indices
+from .examples import Example, check_batch_size, check_examples, grouped_indices
 from .loop import Metrics, ParameterGroup
 from .losses import hard_label_loss, soft_label_loss
 from .settings import EarlyExitSettings
@@ -171,6 +171,7 @@ class EarlyExitTask:
         self._lengths = [len(example.token_ids) for example in examples]
         config = module.model.config
         check_examples(examples, held_out, config.vocab_size)
+        check_batch_size(batch_size, len(examples))  # now, when nothing that this run replaces is gone
         # Rates do not change in a run: the model is trained already.
         self._dropout = dropout_rates(config.num_hidden_layers, settings.dropout_max, scale=1.0)
         module.make_trainable(settings.lora_rank, settings.lora_alpha, seed)

@@ -55,12 +55,8 @@ def grouped_indices(
     Of each epoch's permutation, 50 steps' worth of examples are sorted by length and cut into steps, whose
     order is drawn; an epoch leaves out what does not fill its last step.
     """
+    check_batch_size(batch_size, len(lengths), num_ranks)
     num_steps = len(lengths) // batch_size
-    if num_steps == 0 or batch_size < num_ranks:
-        raise TrainingError(
-            f"batch_size is {batch_size}; it must be at least the number of processes, {num_ranks}, and at"
-            f" most that of the examples, {len(lengths)}"
-        )
     epoch, place = divmod(step, num_steps)
     order = _permutation(len(lengths), seed, epoch).tolist()
     # Any seed of its own: the steps' order is independent of that of the examples.
@@ -70,6 +66,15 @@ def grouped_indices(
     group.sort(key=lengths.__getitem__)
     start = (place - first) * batch_size
     return group[start + rank : start + batch_size : num_ranks]
+
+
+def check_batch_size(batch_size: int, num_examples: int, num_ranks: int = 1) -> None:
+    """Raises TrainingError if no step has an example for each process, without one being taken twice."""
+    if not num_ranks <= batch_size <= num_examples:
+        raise TrainingError(
+            f"loop.batch_size is {batch_size}; it must be at least the number of processes, {num_ranks}, and"
+            f" at most that of the examples, {num_examples}"
+        )
 
 
 @lru_cache(maxsize=4)

@@ -101,12 +101,14 @@ def train(
     resume: bool,
     only_evaluate: bool = False,
     progress: bool = True,
+    forget: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Trains `task` to the last step; checkpoints and a log of evaluations go to `folder`.
 
     identity   tells this run from any other: a checkpoint is resumed only if it was written under the same
     resume     go on from the checkpoint in `folder`, if there is one; otherwise one that is there is an error
     only_evaluate   take no further step; without a checkpoint to evaluate that is an error
+    forget     removes what an earlier training has reached; called once nothing is refused any more
     Raises TrainingError; whatever is raised, the last checkpoint on disk is whole.
     """
     from accelerate import Accelerator
@@ -120,6 +122,7 @@ def train(
     for stale in folder.glob(f".{CHECKPOINT}.*") if accelerator.is_main_process else ():
         with suppress(OSError):  # of a process that was killed, and as large as a checkpoint
             stale.unlink()
+    forget()
     module = accelerator.prepare(task.module)
     groups = task.parameter_groups()
     optimizer = torch.optim.AdamW(

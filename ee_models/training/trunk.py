@@ -414,8 +414,10 @@ def save_checkpoint(
     state: dict[str, Tensor],
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None,
+    write_more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Writes `state` as a plain checkpoint of `model`'s architecture, as a whole or not at all.
+    """Writes `state` as a plain checkpoint of `model`'s architecture, as a whole or not at all; `write_more`
+    adds what belongs to it.
 
     A checkpoint that is at `folder` is replaced. Raises TrainingError if `folder` holds something else, or
     cannot be written.
@@ -441,6 +443,7 @@ def save_checkpoint(
             weights.chmod(path.stat().st_mode)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
+        write_more(draft)
 
     replace_folder(folder, "checkpoint", "config.json", write)
 

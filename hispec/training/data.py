@@ -9,6 +9,7 @@ Both are jobs of `hispec run`, so they are resumed row by row. Files in the work
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 import sys
@@ -311,7 +312,7 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
 
 def _read_lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines()
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(
             f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out"
@@ -331,7 +332,7 @@ def _read_outputs(path: Path) -> dict[int, dict[str, Any]]:
             rows[row["index"]] = row
             failed = row["error"] is not None and row["error"]["message"]
             tokens = [] if failed else row["outputs"][0].get("token_ids")
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise ConfigError(
                 f"{where} is no output of `hispec run`; give the file that a job has written in JSONL, and go"
                 " on with the job if it was interrupted"

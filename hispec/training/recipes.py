@@ -86,7 +86,6 @@ class Run:
     def train(self, task: Task, begun: Sequence[str] = ()) -> Outcome:
         """begun: checksums of trained weights that it begins with."""
         config = self.config
-        self.forget()
         return train(
             task,
             self.loop,
@@ -96,6 +95,7 @@ class Run:
             resume=config.output.resume or self.only_export,
             only_evaluate=self.only_export,
             progress=self.progress,
+            forget=self.forget,
         )
 
     def forget(self) -> None:
@@ -333,9 +333,13 @@ def _save_ee(
         recipe["begun_as"] = begun.package.about.recipe
     if config.ee is not None and config.ee.lora_rank is None:
         tokenizer, state = load_tokenizer(run.checkpoint), module.merged(run.checkpoint.dtype)
-        save_checkpoint(path / "model", module.model, state, run.checkpoint.dtype, tokenizer)
-        made = open_checkpoint(path / "model")
-        _save_exits(run, path / "model", modules, outcome, "exit_{}_", name, made, recipe)
+
+        def write_exits(folder: Path) -> None:
+            made = open_checkpoint(folder)
+            _save_exits(run, folder, modules, outcome, "exit_{}_", name, made, recipe)
+
+        dtype = run.checkpoint.dtype
+        save_checkpoint(path / "model", module.model, state, dtype, tokenizer, write_exits)
         return
     last = {
         metric.removeprefix("last_"): round(value, 4)

@@ -227,12 +227,16 @@ def test_outputs_of_another_model_are_refused_where_its_own_are_learnt(
 
 
 def test_what_is_refused_costs_no_checkpoint(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, checkpoint = write_config(tmp_path, model), tmp_path / "out" / CHECKPOINT
     assert train(config) == 0
     assert train(config, "--set", "output.overwrite=true", "adapters.max_states_gb=1e-6") == 2
     assert "over adapters.max_states_gb" in capsys.readouterr().err and checkpoint.exists()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("ee_models.training.compiling.shutil.which", lambda name: None)
+    assert train(config, "--set", "output.overwrite=true", "loop.compile=true") == 2
+    assert "loop.compile needs a C++ compiler" in capsys.readouterr().err and checkpoint.exists()
 
 
 def test_only_export_asks_for_a_checkpoint_first_and_for_nothing_else(
