@@ -44,6 +44,7 @@ class FakeLLM:
     row_invariant: ClassVar[bool] = True
     weights: ClassVar[str] = "some"
     num_workers: ClassVar[int] = 1
+    times_passes: ClassVar[bool] = False
     on_step: ClassVar[Callable[[int], None] | None] = None  # called with the number of the step, before it
     wrong_when_speculative: ClassVar[bool] = (
         False  # speculative output differs from plain: what a broken round does
@@ -171,7 +172,7 @@ class FakeLLM:
         drafted = 0 if self.speculative is None else num_tokens
         counts: dict[str, float] = {
             "round_s": num_tokens / 128,
-            "verify_pass_s": num_tokens / 256,
+            "verify_pass_s": num_tokens / 256 if self.times_passes else 0,
             "tokens": num_tokens,
             "committed": num_tokens,
             "rounds": num_tokens,

@@ -138,6 +138,7 @@ def test_seconds_of_stages_are_those_of_a_run_and_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
     monkeypatch.setattr(FakeLLM, "num_workers", num_workers)
+    monkeypatch.setattr(FakeLLM, "times_passes", True)
     result = run_bench(make_job(tmp_path), options(transformers=False, repeats=3), progress=False)
     for engine in result["engines"].values():
         seconds = sum(engine["group_decode_seconds"])
