@@ -109,18 +109,18 @@ def _settings(manifest: Manifest) -> Html:
 
 
 def _acceptance(counts: Mapping[str, Any]) -> Html | None:
-    # Without a check tentative tokens are the drafts again, and where plans change, a mixture of both.
-    judges_all = counts.get("check_judged") == counts.get("drafted")
-    tiers = (
+    tiers = [
         ("drafts that the tier above kept", "draft_kept", "drafted"),
         ("of these looked up", "looked_up_kept", "looked_up"),
         ("drafts that a check kept", "check_kept", "check_judged"),
-        ("tentative tokens that verify kept", "accepted", "tentative"),
-    )
+    ]
+    # Without a check tentative tokens are the drafts again, and where plans change, a mixture of both.
+    if counts.get("check_judged") == counts.get("drafted"):
+        tiers.append(("tentative tokens that verify kept", "accepted", "tentative"))
     rows = [
         (name, f"{counts[kept]} of {counts[whole]}", percent(share), bar(share))
         for name, kept, whole in tiers
-        if counts.get(whole) and not (kept == "accepted" and not judges_all)
+        if counts.get(whole)
         for share in [counts[kept] / counts[whole]]
     ]
     return table(("tier", "tokens", "share", ""), rows) if rows else None

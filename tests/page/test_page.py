@@ -231,6 +231,22 @@ def test_rows_with_tiers_are_shown_token_by_token_and_escaped(tmp_path: Path) ->
     assert any("no manifest" in text for text in lacks) and any("where rounds end" in text for text in lacks)
 
 
+@pytest.mark.parametrize(("judged", "is_shown"), [(0, False), (5, False), (8, True)])
+def test_a_share_of_tentative_tokens_needs_a_check_of_all_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: int, is_shown: bool
+) -> None:
+    """Else it is the drafts' again, or a mixture of both."""
+    install_fake_llm(monkeypatch)
+    job = make_job(tmp_path, prompts(4), speculative=THREE_TIER)
+    run(job)
+    path = manifest_path(job.output.path)
+    manifest = json.loads(path.read_text())
+    manifest["counts"] |= {"drafted": 8, "check_judged": judged, "check_kept": 0}
+    path.write_text(json.dumps(manifest))
+    names = [name for name, *_ in page_of(job.output.path).table("tier", "tokens", "share")]
+    assert ("tentative tokens that verify kept" in names) == is_shown
+
+
 def test_rows_without_tiers_say_so_and_the_manifest_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

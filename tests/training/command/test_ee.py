@@ -207,6 +207,22 @@ def test_with_all_weights_there_is_a_model_with_exits_and_no_package(model: Path
     assert generate(tmp_path / "out" / "model", speculative=exits) == plain != generate(model)
 
 
+def test_a_model_without_room_for_its_exits_replaces_none(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = write(tmp_path, model, EE | {"lora_rank": None}), tmp_path / "out" / "model"
+    assert train(config) == 0
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("hispec.training.recipes.save_exits", full)
+    assert train(config, "--set", "output.overwrite=true", "seed=1") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
 def test_target_self_trains_on_the_models_own_answers(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

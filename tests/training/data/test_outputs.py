@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def test_what_another_run_has_answered_is_learnt_token_for_token(
     prompts = [{"prompt": f"hello {number}"} for number in range(4)]
     first = examples_of(make_config(model, tmp_path / "first", prompts), tmp_path / "first", tokenizer)
     work = tmp_path / "first" / "work"
-    source = {"path": str(work / "prompts.jsonl"), "outputs": str(work / "answers.jsonl")}
+    marked = tmp_path / "marked.jsonl"  # as some editors save it, which is no part of its first row
+    marked.write_bytes(codecs.BOM_UTF8 + (work / "prompts.jsonl").read_bytes())
+    source = {"path": str(marked), "outputs": str(work / "answers.jsonl")}
     monkeypatch.setattr(hispec.llm.LLM, "__init__", None)  # there is nothing for it to write
     again = examples_of(make_config(model, tmp_path, [source]), tmp_path, tokenizer)
     assert sorted(each.token_ids for each in again) == sorted(each.token_ids for each in first)
@@ -102,6 +105,15 @@ def test_what_is_no_output_of_a_job_ends_the_run(
     if outputs is None:
         sources[0]["outputs"] = str(tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match=message):
+        examples_of(make_config(model, tmp_path, sources), tmp_path, tokenizer)
+
+
+def test_outputs_that_are_too_deep_are_none(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    sources = given(tmp_path, [{"messages": GOOD[0]["messages"][:1]}], [])
+    Path(sources[0]["outputs"]).write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="line 1, is no output"):
         examples_of(make_config(model, tmp_path, sources), tmp_path, tokenizer)
 
 
