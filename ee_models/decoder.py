@@ -129,6 +129,8 @@ class Decoder:
                 raise ValueError(f"kv_cache_dtype 'int8' is for CPUs, not for {device}; use 'auto'")
             int8_kv.check_head(config.head_dim)
         make_linear = LinearMaker(device, dtype, quantization, exact, weights_dtype)
+        # Ahead of the weights: what cannot run is refused before they are read.
+        backend = select_backend(attention, device, dtype, exact, make_linear.attends_in_bfloat16)
 
         def read(name: str) -> Tensor:
             return checkpoint.tensor(name).to(device, weights_dtype or dtype).to(dtype)
@@ -168,7 +170,7 @@ class Decoder:
             layers,
             read("model.norm.weight"),
             head,
-            select_backend(attention, device, dtype, exact, make_linear.attends_in_bfloat16),
+            backend,
             max_positions or config.max_position_embeddings,
             make_linear,
             weights_dtype,

@@ -41,10 +41,21 @@ def select_backend(
     """
     on_cpu = device.type == "cpu"
     runs = {"numba": on_cpu and dtype == torch.float32, "triton": runs_triton(device), "sdpa": True}
+    needs = {
+        "numba": f"runs on a CPU in float32, not on {device} in {dtype}",
+        "triton": "needs the package triton, which is not installed"
+        if device.type == "cuda"
+        else f"needs a CUDA GPU and the package triton, not {device}",
+    }
     if name == "auto":
         name = next(backend for backend in runs if runs[backend])
     exact_one = "numba" if on_cpu else "triton"
     if exact and name in runs and name != exact_one:
+        if not runs[exact_one]:
+            raise ValueError(
+                f"exact_verify needs the attention backend {exact_one!r}, which {needs[exact_one]}; leave"
+                " exact_verify out"
+            )
         raise ValueError(
             f"exact_verify needs the attention backend {exact_one!r} on {device}, not {name!r}; use attention"
             " 'auto', or leave exact_verify out"
@@ -52,10 +63,6 @@ def select_backend(
     if name not in runs:
         raise ValueError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     if not runs[name]:
-        needs = {
-            "numba": f"runs on a CPU in float32, not on {device} in {dtype}",
-            "triton": f"needs a CUDA GPU and the package triton, not {device}",
-        }
         raise ValueError(f"attention backend {name!r} {needs[name]}; use 'sdpa' or 'auto'")
     # Imported here, so that a machine needs no more than the backend that it uses.
     if name == "triton":

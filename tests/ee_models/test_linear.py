@@ -3,14 +3,12 @@ so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from ee_models import linear
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.kernels.threads import KernelThreads
@@ -65,69 +63,10 @@ def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(
         assert torch.equal(LinearMaker(CPU, torch.float32)(weight, bias)(x), alone)
 
 
-class Fake:
-    """A product whose bits depend on the number of rows, where `differs` says so."""
-
-    row_invariant, num_bytes, holds_copy = False, 0, False
-
-    def __init__(self, weight: Tensor, differs: Callable[[int], bool]) -> None:
-        self._weight, self._differs = weight, differs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = (x.unsqueeze(1) * self._weight).sum(-1)
-        return out.nextafter(torch.tensor(torch.inf)) if self._differs(x.shape[0]) else out
-
-
-@pytest.mark.parametrize(
-    ("differs", "found"),
-    [
-        (lambda rows: False, True),
-        (lambda rows: rows == 1, False),
-        (lambda rows: rows == 2, False),
-        (lambda rows: rows >= 8, False),
-        (lambda rows: rows > 64, False),
-        (lambda rows: rows % 2 == 1, False),
-        (lambda rows: rows % 16 == 0, False),
-    ],
-    ids=["never", "one row", "two rows", "from 8", "over 64", "odd", "whole vectors"],
-)
-def test_the_probe_finds_bits_that_depend_on_the_number_of_rows(
-    differs: Callable[[int], bool], found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "_probes", {})
-    weight = randn(5, 6)
-    assert linear.keeps_rows(Fake(weight, differs), weight) is found
-
-
-def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear, "_probes", {})
-    num_calls = 0
-
-    def never(rows: int) -> bool:
-        nonlocal num_calls
-        num_calls += 1
-        return False
-
-    def num_new_calls(out_features: int) -> int:
-        before = num_calls
-        weight = randn(out_features, 6)
-        linear.keeps_rows(Fake(weight, never), weight)
-        return num_calls - before
-
-    assert num_new_calls(5) > 0
-    assert num_new_calls(5) == 0
-    assert num_new_calls(4) > 0
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert num_new_calls(5) > 0
-
-
 def test_a_decoder_computes_the_same_with_plain_linears(
     tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ee_models.linear_factory.runs_numba", lambda _: False)
-    monkeypatch.setattr(linear, "keeps_rows", lambda *_: False)
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)
     assert isinstance(plain.head, PlainLinear)
     assert isinstance(tiny_decoder.head, PanelLinear)
