@@ -17,6 +17,7 @@ null, with the reason. Exit code 1: something is wrong, and is said; 2: it canno
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -125,7 +126,7 @@ def new_folder(out: Path, name: str, now: str) -> Path:
         except FileExistsError:
             continue
         return folder
-    raise FileExistsError(f"{out}: a thousand runs in one second")
+    raise FileExistsError(errno.EEXIST, "a thousand runs in one second")
 
 
 def options_of(parser: argparse.ArgumentParser) -> None:
@@ -161,13 +162,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [part for part in chosen.parts.split(",") if part]
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if not wanted:
+        parser.error(f"--parts: give at least one of {', '.join(PARTS)}")
+    if not chosen.seconds > 0:
+        parser.error(f"--seconds: must be more than 0, got {chosen.seconds:g}")
     lacking, _ = missing(on_gpu=chosen.device != "cpu")
     if lacking:
         print(how_to_bring(lacking), file=sys.stderr)
         return 2
     import torch
 
-    device = torch.device(chosen.device)
+    try:
+        device = torch.device(chosen.device)
+    except RuntimeError as error:
+        parser.error(f"--device {chosen.device!r}: {str(error).splitlines()[0]}")
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
             "no GPU that torch can use is here; `--tiny --device cpu` rehearses the benchmark without one",
@@ -186,7 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     )
     out = chosen.out or ROOT / ("outputs" if is_rehearsal else "benchmarks/results")
-    folder = new_folder(out.absolute(), name, time.strftime("%Y%m%d-%H%M%S"))
+    try:
+        folder = new_folder(out.absolute(), name, time.strftime("%Y%m%d-%H%M%S"))
+    except OSError as error:
+        parser.error(f"--out {out}: {error.strerror}")
     passed = ["--device", chosen.device, "--settings", chosen.settings, *(["--tiny"] if chosen.tiny else [])]
     for option in ("model", "prompts"):
         if (value := getattr(chosen, option)) is not None:

@@ -1,7 +1,5 @@
 """Writes a result of benchmarks/gpu.py into docs/performance/gpu.md, between its markers: `python
-benchmarks/gpu_report.py [RESULT.json] [--docs FILE]`.
-
-Without a result it writes that nothing was measured. What stands outside of the markers stays as it is.
+benchmarks/gpu_report.py RESULT.json [--docs FILE]`. What stands outside of the markers stays as it is.
 """
 
 from __future__ import annotations
@@ -63,14 +61,7 @@ def written(document: str, lines: Sequence[str]) -> str:
     return "\n".join([before, *lines, after])
 
 
-def lines_of(result: dict[str, Any] | None, source: str = "") -> list[str]:
-    if result is None:
-        nothing = {"figures": dict.fromkeys(FIGURES)}
-        return [
-            "**Not measured yet.** No GPU was at hand.",
-            "",
-            *table(("figure", "value", "target", ""), figure_rows(nothing)),
-        ]
+def lines_of(result: dict[str, Any], source: str) -> list[str]:
     parts = result["parts"]
     lines = [
         (
@@ -291,16 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("result", type=Path, nargs="?")
+    parser.add_argument("result", type=Path)
     parser.add_argument("--docs", type=Path, default=DOCS)
     chosen = parser.parse_args(arguments)
     try:
-        result = None if chosen.result is None else read_result(chosen.result)
-        source = (
-            ""
-            if chosen.result is None
-            else f"[{chosen.result.name}](../../benchmarks/results/{chosen.result.name})"
-        )
+        result = read_result(chosen.result)
+        source = f"[{chosen.result.name}](../../benchmarks/results/{chosen.result.name})"
         document = written(chosen.docs.read_text(encoding="utf-8"), lines_of(result, source))
         write_atomically(chosen.docs, document.encode())
     except (ReportError, OSError) as error:

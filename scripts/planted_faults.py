@@ -3,9 +3,10 @@
 Arguments are words: only faults whose names have all of them are planted. As many faults are tried at once as
 there are cores, each by a single-threaded pytest in a copy of its own.
 
-A fault that no test notices makes the command fail; those in a CPU's matrix tiles are left out where it has
-none. Each is a replacement of one piece of text, so that it is plain what was broken; where the text is gone,
-the list in faults/ is out of date, and that is an error too.
+First the tests of each fault run over the code as it is: what fails there would notice anything. A fault
+that no test notices makes the command fail; those in a CPU's matrix tiles are left out where it has none.
+Each is a replacement of one piece of text, so that it is plain what was broken; where the text is gone, the
+list in faults/ is out of date, and that is an error too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -28,6 +31,7 @@ from ee_models.kernels.numba_tiles import can_multiply
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+LIMIT_S = 1800  # for the tests of one fault
 PYTEST = [
     "-m",
     "pytest",
@@ -53,6 +57,9 @@ def can_show(fault: Fault) -> bool:
 
 def main() -> int:
     chosen = [fault for fault in FAULTS if all(word in fault.name for word in sys.argv[1:])]
+    if not chosen:
+        print(f"no fault's name has all of: {' '.join(sys.argv[1:])}", file=sys.stderr)
+        return 2
     shown = [fault for fault in chosen if can_show(fault)]
     if len(shown) < len(chosen):
         print(f"left out, for want of the CPU's instructions: {len(chosen) - len(shown)} faults")
@@ -64,8 +71,13 @@ def main() -> int:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(CORES):
             copies.put(copy_code(Path(place, str(number))))
+        suites = list(dict.fromkeys(fault.tests for fault in chosen))
+        for suite, failed in zip(suites, workers.map(lambda suite: run(suite, copies), suites), strict=True):
+            if failed:
+                print(f"{', '.join(suite)}: fails without a fault: {', '.join(failed[:3])}", file=sys.stderr)
+                return 2
         for fault, noticed_by in zip(
-            chosen, workers.map(lambda fault: run(fault, copies), chosen), strict=True
+            chosen, workers.map(lambda fault: run(fault.tests, copies, fault), chosen), strict=True
         ):
             said = f"noticed by {', '.join(noticed_by[:3])}" if noticed_by else "NOT NOTICED"
             print(f"{fault.name}\n    {said}", flush=True)
@@ -84,35 +96,50 @@ def copy_code(folder: Path) -> Path:
     return folder
 
 
-def run(fault: Fault, copies: SimpleQueue[Path]) -> list[str]:
-    """Names of the tests that fail with `fault` planted in one of the copies, which is then as before."""
+def run(tests: Sequence[str], copies: SimpleQueue[Path], fault: Fault | None = None) -> list[str]:
+    """Names of the `tests` that fail in one of the copies, with `fault` planted in it meanwhile."""
     copy = copies.get()
-    file = copy / fault.file
-    text, before = file.read_text(encoding="utf-8"), file.stat()
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    file.write_text(fault.plant(text), encoding="utf-8")
-    with tempfile.TemporaryDirectory() as own_cache:
-        if "njit" in text:
-            # Numba's cache knows when a file changes, but not when one that it calls into does.
-            environment["NUMBA_CACHE_DIR"] = own_cache
-        try:
+    try:
+        with planted(fault, copy) as own_cache:
             ended = subprocess.run(
-                [sys.executable, *PYTEST, "not slow", *fault.tests],
+                [sys.executable, *PYTEST, "not slow", *tests],
                 cwd=copy,
-                env=environment,
+                env=environment | own_cache,
                 capture_output=True,
                 text=True,
-                timeout=1800,
+                timeout=LIMIT_S,
                 check=False,
             )
-        finally:
-            file.write_text(text, encoding="utf-8")
-            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-            shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that an earlier fault failed
-            copies.put(copy)
+    except subprocess.TimeoutExpired:
+        return [f"a test that does not end within {LIMIT_S} s"]
+    finally:
+        shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that an earlier fault failed
+        copies.put(copy)
     if ended.returncode < 0:  # by a signal, as for an address that is none
         return [f"the end of Python by signal {-ended.returncode}"]
-    return [line.split()[1] for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if ended.returncode > 1 and not failed:
+        return [f"the end of pytest with {ended.returncode}"]
+    return failed
+
+
+@contextmanager
+def planted(fault: Fault | None, copy: Path) -> Iterator[dict[str, str]]:
+    """`fault` in the copy, which is then as before -> the environment that it needs."""
+    if fault is None:
+        yield {}
+        return
+    file = copy / fault.file
+    text, before = file.read_text(encoding="utf-8"), file.stat()
+    file.write_text(fault.plant(text), encoding="utf-8")
+    try:
+        with tempfile.TemporaryDirectory() as own_cache:
+            # Numba's cache knows when a file changes, but not when one that it calls into does.
+            yield {"NUMBA_CACHE_DIR": own_cache} if "njit" in text else {}
+    finally:
+        file.write_text(text, encoding="utf-8")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 if __name__ == "__main__":

@@ -156,6 +156,8 @@ def test_a_page_is_written_whole_or_not_at_all(
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", full)
-    assert gpu_report.main(["--docs", str(page)]) == USER_ERROR
+    monkeypatch.setattr(gpu_report, "read_result", lambda path: {})
+    monkeypatch.setattr(gpu_report, "lines_of", lambda result, source: ["new"])
+    assert gpu_report.main(["result.json", "--docs", str(page)]) == USER_ERROR
     assert "no space left" in capsys.readouterr().err and "old" in page.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]

@@ -472,11 +472,6 @@ def test_a_report_stands_between_the_markers_and_nothing_else_changes(
         and "left out of all times: smoke 12 s." in once
     )
     assert gpu_report.main([str(result), "--docs", str(docs)]) == 0 and docs.read_text() == once
-    assert (
-        gpu_report.main(["--docs", str(docs)]) == 0
-        and "Not measured yet" in docs.read_text()
-        and "MISSED" not in docs.read_text()
-    )
 
 
 @pytest.mark.slow
@@ -512,4 +507,33 @@ def test_what_is_no_measurement_is_refused(
 
 def test_the_documentation_has_a_place_for_it() -> None:
     document = (ROOT / "docs" / "performance" / "gpu.md").read_text(encoding="utf-8")
-    assert gpu_report.written(document, gpu_report.lines_of(None))
+    assert gpu_report.written(document, ["what was measured"])
+
+
+def test_without_a_result_the_page_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = write(tmp_path / "performance.md", f"{gpu_report.BEGIN}\nold\n{gpu_report.END}\n")
+    with pytest.raises(SystemExit) as ended:
+        gpu_report.main(["--docs", str(docs)])
+    assert ended.value.code == 2 and "required: result" in capsys.readouterr().err
+    assert "old" in docs.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--parts", ","], "--parts: give at least one of smoke, "),
+        (["--parts", "smoke,shape"], "--parts: shape; there are smoke, "),
+        (["--device", "gpu"], "--device 'gpu': "),
+        (["--seconds", "0"], "--seconds: must be more than 0, got 0"),
+        (["--seconds", "nan"], "--seconds: must be more than 0, got nan"),
+        (["--tiny", "--device", "cpu", "--out", "{file}"], "--out {file}: File exists"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    file = write(tmp_path / "file", "mine")
+    with pytest.raises(SystemExit) as ended:
+        gpu.main([argument.format(file=file) for argument in arguments])
+    assert ended.value.code == 2 and words.format(file=file) in capsys.readouterr().err
+    assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
