@@ -102,7 +102,7 @@ class Generate:
             for name, column in added.items():
                 batch = batch.append_column(name, column)
             return batch
-        return {**batch, **{name: column.to_numpy(zero_copy_only=False) for name, column in added.items()}}
+        return {**batch, **{name: _of_numpy(column) for name, column in added.items()}}
 
     def close(self) -> None:
         """Ends the engine. Ray ends an actor's whole process instead."""
@@ -167,6 +167,14 @@ class Generate:
         if values["seed"] is None and row.get("id") is not None:
             values["seed"] = seed_of(self._seed, row["id"])
         return SamplingParams.of(values, "sampling")
+
+
+def _of_numpy(column: Any) -> np.ndarray:
+    """A column of results as numpy has it. Whole numbers stay such beside nulls, as objects: as floats, a
+    batch with a row that failed would have columns of other types than the next."""
+    if column.null_count and pa.types.is_integer(column.type):
+        return np.array(column.to_pylist(), object)
+    return column.to_numpy(zero_copy_only=False)
 
 
 def _plain(column: Any) -> list[Any]:

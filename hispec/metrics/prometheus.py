@@ -40,8 +40,8 @@ def collector(stats: Callable[[], Mapping[str, Any]]) -> Collector:
 
 
 def render_prometheus(stats: Mapping[str, Any]) -> bytes:
-    """The text of one scrape, version 0.0.4 of the format, of what `stats()` has returned. Metrics that it
-    lacks are left out. Raises ConfigError without prometheus_client."""
+    """The text of one scrape, of the type `prometheus_client.CONTENT_TYPE_LATEST`, of what `stats()` has
+    returned. Metrics that it lacks are left out. Raises ConfigError without prometheus_client."""
     _require()
     from prometheus_client import CollectorRegistry, generate_latest
 

@@ -75,6 +75,14 @@ def test_a_batch_of_numpys_comes_back_as_one(udf: Generate, tiny_path: Path) -> 
     assert list(done["text"]) == plain(tiny_path) and done["n"].tolist() == list(range(10))
 
 
+def test_counts_of_numpys_are_whole_numbers_beside_a_row_that_failed(udf: Generate) -> None:
+    (done,) = call(udf, {"question": np.array([QUESTIONS[0], None], object)})
+    for name in ("prompt_tokens", "completion_tokens"):
+        served, failed = done[name]
+        assert type(served) is int and served > 0 and failed is None
+        assert pa.array(done[name]).type == pa.int64(), "as of a batch in which none failed"
+
+
 def test_numpys_within_mappings_and_its_nulls_are_what_they_stand_for(udf: Generate, tiny_path: Path) -> None:
     question = np.array(QUESTIONS[:2], object)
     some = np.array([{"stop": np.array(["x"])}, {"max_tokens": np.int64(2)}], object)
