@@ -1,5 +1,5 @@
 """Engines with trained exits over the tiny model: the plans and exits that their laws are shown on. Its
-fixtures are in conftest."""
+fixtures are in tests.fixtures."""
 
 from __future__ import annotations
 
