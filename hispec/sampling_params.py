@@ -6,10 +6,24 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from .config import Settings
 from .errors import build, shown
+
+
+def _not_next_to_zero(value: float, way_out: str = "") -> float:
+    if 0.0 < value < 1e-5:  # logits divided by it would overflow
+        raise ValueError(f"too close to 0: use {way_out}at least 1e-5, got {value!r}")
+    return value
+
+
+# What logits are divided by; 0 = greedy.
+Temperature = Annotated[
+    float,
+    Field(ge=0.0, le=100.0),
+    AfterValidator(lambda value: _not_next_to_zero(value, "0 for greedy, or ")),
+]
 
 
 class SamplingParams(Settings):
@@ -35,11 +49,11 @@ class SamplingParams(Settings):
     """
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
+    temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0), AfterValidator(_not_next_to_zero)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
@@ -52,14 +66,6 @@ class SamplingParams(Settings):
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     tiers: bool = False
     speculative: bool = True
-
-    @field_validator("temperature", "repetition_penalty")
-    @classmethod
-    def _not_next_to_zero(cls, value: float, info: ValidationInfo) -> float:
-        if 0.0 < value < 1e-5:  # logits divided by it would overflow
-            greedy = "0 for greedy, or " if info.field_name == "temperature" else ""
-            raise ValueError(f"too close to 0: use {greedy}at least 1e-5, got {value!r}")
-        return value
 
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingParams:

@@ -23,7 +23,7 @@ from .compiling import compile_methods
 from .examples import Example, step_indices
 from .hidden_states import FINAL, StateStore
 from .loop import Metrics, ParameterGroup
-from .losses import soft_label_loss
+from .losses import likeliest, soft_label_loss
 
 _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass
@@ -227,14 +227,11 @@ class Exits(nn.Module):
 
     def agreements(self, batch: StatesBatch) -> dict[str, Tensor]:
         """By exit: whether its likeliest token is the full model's, [predicting positions] bool."""
-        head = self.get_buffer("head")
-        expected = F.linear(batch.states[FINAL][batch.predicts].to(head.dtype), head).argmax(-1)
-        right = {}
-        for name, normed in self.outputs(batch).items():
-            vocabulary = self.by_name[name].vocabulary
-            own = F.linear(normed.to(head.dtype), self._head_of(name)).argmax(-1)
-            right[name] = (own if vocabulary is None else vocabulary.to(own.device)[own]) == expected
-        return right
+        expected = likeliest(batch.states[FINAL][batch.predicts], self.get_buffer("head"))
+        return {
+            name: likeliest(normed, self._head_of(name), self.by_name[name].vocabulary) == expected
+            for name, normed in self.outputs(batch).items()
+        }
 
 
 class AdaptersTask:

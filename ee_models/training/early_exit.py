@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adapters import AdapterModule, rotations
 from .curriculum import dropout_rates
 from .examples import Example, check_batch_size, check_examples, grouped_indices
 from .loop import Metrics, ParameterGroup
-from .losses import hard_label_loss, soft_label_loss
+from .losses import hard_label_loss, likeliest, soft_label_loss
 from .settings import EarlyExitSettings
 from .trunk import Batch, Learning, Trunk, collate, layers_kept, seeded
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 # Rows of a micro-batch are padded to a multiple of so many tokens: a CPU's matrix kernels are generated anew
 # for each shape.
 _PAD_TO = 32
-_EVAL_PLACES = 1024  # whose logits are in memory together
 
 
 @dataclass(frozen=True)
@@ -290,10 +288,3 @@ def rows_of(batch: Batch, chosen: Tensor) -> tuple[Batch, Tensor]:
         targets=batch.targets[here],
         keep=None,
     ), here
-
-
-def likeliest(normed: Tensor, head: Tensor, vocabulary: Tensor | None = None) -> Tensor:
-    """The token [places] with the greatest logit; those of `head` are the tokens of `vocabulary`."""
-    parts = normed.to(head.dtype).split(_EVAL_PLACES)
-    best = torch.cat([F.linear(part, head).argmax(-1) for part in parts])
-    return best if vocabulary is None else vocabulary.to(best.device)[best]

@@ -1,7 +1,8 @@
 """The loop that the recipes share: steps, learning rate, evaluation, checkpoints that survive a kill.
 
-Everything random is a function of (seed, step), so a run that is resumed from a checkpoint gives the same
-weights as one that was never interrupted. Devices, processes and mixed precision are accelerate's work.
+Everything random is a function of (seed, step), so a run on a CPU that is resumed from a checkpoint gives the
+same weights as one that was never interrupted; on a GPU up to the order of sums in its attention's gradients.
+Devices, processes and mixed precision are accelerate's work.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ def train(
         raise TrainingError(f"{folder} has no checkpoint yet; train up to the first one")
     first, started, metrics = step, time.perf_counter(), Metrics()
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    if accelerator.is_main_process:
+        _rewind_log(folder, step)
     shows = progress and accelerator.is_main_process
     rates: list[float] = []
     with progress_bar("training", "step", settings.num_steps, step, shows) as bar:
@@ -297,6 +300,25 @@ def _log(folder: Path, step: int, metrics: Metrics, accelerator: Accelerator, ba
         ) from error
     figures = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     bar.write(f"step {step}: {figures}", file=sys.stderr)
+
+
+def _rewind_log(folder: Path, step: int) -> None:
+    """Takes out of the log what was evaluated after `step`, from which a run goes on and will be evaluated
+    again. Raises TrainingError."""
+
+    def is_kept(line: str) -> bool:
+        try:
+            return bool(json.loads(line)["step"] <= step)
+        except (ValueError, TypeError, KeyError):  # half a line, of a process that was killed
+            return False
+
+    path = folder / LOG
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = "".join(filter(is_kept, lines))
+    if len(kept) < sum(map(len, lines)):
+        write_atomically(path, lambda draft: draft.write_text(kept, encoding="utf-8"))
 
 
 def progress_bar(desc: str, unit: str, total: int, done: int, shows: bool) -> tqdm[Any]:

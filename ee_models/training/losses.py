@@ -1,4 +1,4 @@
-"""Cross-entropy through a head, without ever holding the logits of all places.
+"""Cross-entropy and likeliest tokens through a head, without ever holding the logits of all places.
 
 For a vocabulary of 49k a few thousand places take gigabytes of logits, several times over. Here a bounded
 number of places is worked through at a time, forward and backward at once: the gradient of the loss by the
@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most, of
 # which there are two, and one in the head's dtype; on a GPU, which waits for each kernel's launch, of 1 GB.
 _PLACES, _LOGITS = 256, 2**24
 _GPU_PLACES, _GPU_LOGITS = 8192, 2**28
+_EVAL_PLACES = 1024  # of which the likeliest tokens are told at a time
 
 
 def soft_label_loss(normed: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -84,6 +86,13 @@ class _CrossEntropy(torch.autograd.Function):
             for each, dtype in zip((of_normed, of_head), ctx.dtypes, strict=True)
         )
         return of_normed, of_head, None
+
+
+def likeliest(normed: Tensor, head: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+    """The token [places] with the greatest logit; those of `head` are the tokens of `vocabulary`."""
+    parts = normed.to(head.dtype).split(_EVAL_PLACES)
+    best = torch.cat([F.linear(part, head).argmax(-1) for part in parts])
+    return best if vocabulary is None else vocabulary.to(best.device)[best]
 
 
 def _softmax_(logits: Tensor) -> Tensor:

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, HiSpecError
-from ..utils.files import replace_file, sync_folder
+from ..utils.files import lock, replace_file, sync_folder
 from .schema import STANDARD
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class OutputError(HiSpecError):
@@ -185,17 +180,12 @@ def hold(path: Path) -> Any:
     ends, no other can hold it. Raises OSError, and ConfigError if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab", buffering=0)
-    if fcntl is not None:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise ConfigError(
-                f"output.path: {path} is being written by another process; wait for its end, or choose"
-                " another path"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+    if not lock(file.fileno()):
+        file.close()
+        raise ConfigError(
+            f"output.path: {path} is being written by another process; wait for its end, or choose another"
+            " path"
+        )
     return file
 
 

@@ -34,6 +34,7 @@ from ee_models.training.settings import LayerSkipSettings, LoopSettings
 from ee_models.training.trunk import load_trainable, replace_folder, save_checkpoint
 
 from ..errors import ConfigError
+from ..loading.target_model import select_device
 from ..loading.trained_exits import TrainedExits
 from ..utils.files import expanded
 from .exits import check_exits, describe_data, describe_recipe, export, make_adapter, shape_of
@@ -70,7 +71,7 @@ class Run:
 
     @property
     def is_cpu(self) -> bool:
-        return self.config.engine.device == "cpu" or not torch.cuda.is_available()
+        return trains_on_cpu(self.config)
 
     @property
     def is_main(self) -> bool:
@@ -119,6 +120,21 @@ class Run:
         for example in self.examples:
             digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())
         return digest.hexdigest()
+
+
+def trains_on_cpu(config: TrainConfig) -> bool:
+    """Whether engine.device, which writes answers, has training run on a CPU. Raises ConfigError for one that
+    cannot be used, or that accelerate, which gives each process its GPU, would not take."""
+    name, has_gpu = config.engine.device, torch.cuda.is_available()
+    if name == "auto" or (name == "cuda" and has_gpu):
+        return not has_gpu  # not selected: each process would hold memory of the first GPU
+    device = select_device(name)
+    if device.index:
+        raise ConfigError(
+            f"engine.device={name!r}: of several GPUs, training takes those that its processes are given; set"
+            f" it to cuda, and the environment's CUDA_VISIBLE_DEVICES to {device.index}"
+        )
+    return device.type == "cpu"
 
 
 def _forget(folder: Path) -> None:
@@ -229,6 +245,11 @@ def _check_ee(config: TrainConfig, checkpoint: Checkpoint) -> None:
     begun = _begin(config.ee, checkpoint)
     if begun.package is not None:
         _check_goes_on(config, config.ee, begun.package)
+    elif config.ee.skip_batches:
+        raise ConfigError(
+            f"ee.skip_batches={config.ee.skip_batches}: ee.init_path names no package whose training has seen"
+            " them; name it, or leave skip_batches out"
+        )
     for exit_ in config.ee.exits:
         if begun.exits is not None and exit_.init == "trained":
             check_shape(shape_of(exit_, checkpoint), begun.exits)

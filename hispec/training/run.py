@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from ee_models.checkpoint.loader import load_tokenizer
 from ee_models.errors import install_command
@@ -17,8 +18,9 @@ from ee_models.training.loop import CHECKPOINT, Outcome
 
 from ..errors import ConfigError
 from ..loading.target_model import open_model
+from ..utils.files import lock
 from .data import check_model_of_answers, make_examples
-from .recipes import RECIPES, Run
+from .recipes import RECIPES, Run, trains_on_cpu
 from .schema import TrainConfig
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def run_training(
     """
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError(f"training needs the package accelerate: {install_command('train')}")
+    trains_on_cpu(config)
     checkpoint = open_model(config.model)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
@@ -71,20 +74,41 @@ def run_training(
     _prepare(config, work, goes_on=only_export)
     check_model_of_answers(config, work, checkpoint)
     run: Run | None = None
-    try:
-        examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
-        _print_sizes(examples)
-        if only_data:
-            return None
-        run = Run(config, checkpoint, examples, work, progress, only_export)
-        outcome = recipe.train(run)
-    except KeyboardInterrupt:
-        if not config.output.overwrite or (run is not None and run.has_forgotten):
-            raise
-        # What is to be replaced is there still, and would be gone on with.
-        raise KeyboardInterrupt(f"What is done is in {work}; the same command goes on from there") from None
+    with _held(folder):
+        try:
+            examples = _make_examples(config, work, tokenizer, progress, alone=only_data)
+            _print_sizes(examples)
+            if only_data:
+                return None
+            run = Run(config, checkpoint, examples, work, progress, only_export)
+            outcome = recipe.train(run)
+        except KeyboardInterrupt:
+            if not config.output.overwrite or (run is not None and run.has_forgotten):
+                raise
+            # What is to be replaced is there still, and would be gone on with.
+            raise KeyboardInterrupt(
+                f"What is done is in {work}; the same command goes on from there"
+            ) from None
     num_tokens = sum(len(example.token_ids) for example in examples)
     return TrainReport(folder, len(examples), num_tokens, outcome)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """No other command trains into `folder` meanwhile: each would replace the other's checkpoints. Raises
+    ConfigError where one does. Of several processes of one run the first asks."""
+    if os.environ.get("RANK", "0") != "0" or os.name == "nt":  # where a folder cannot be opened
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not lock(descriptor):
+            raise ConfigError(
+                f"output.path: another process is training into {folder}; wait for its end, or choose another"
+            )
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _print_sizes(examples: list[Example]) -> None:
@@ -105,7 +129,7 @@ def _make_examples(
     from accelerate import PartialState
 
     # Also chooses the GPU of each process.
-    state = PartialState(cpu=config.engine.device == "cpu" or not torch.cuda.is_available())
+    state = PartialState(cpu=trains_on_cpu(config))
     with state.main_process_first():
         only_reads = not state.is_main_process
         return make_examples(config, work, tokenizer, progress=progress, only_reads=only_reads)

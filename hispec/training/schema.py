@@ -15,6 +15,7 @@ from ee_models.training.settings import EarlyExitSettings, LayerSkipSettings, Lo
 from ..config import EngineConfig, Settings
 from ..jobs.load import load_settings
 from ..jobs.schema import Destination, FilePath
+from ..sampling_params import Temperature
 
 
 class PromptSource(Settings):
@@ -42,7 +43,7 @@ class PromptSource(Settings):
     limit: Annotated[int, Field(ge=1)] | None = None
     opening: str | None = None
     count: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] = 160
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 160
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSource:
@@ -53,6 +54,10 @@ class PromptSource(Settings):
         for name in ("answer", "outputs", "text"):
             if self.opening is not None and getattr(self, name) is not None:
                 raise ValueError(f"`{name}` belongs to a file; the model answers an `opening` itself")
+        idle = ("max_tokens",) if self.opening is None else ("field", "limit")
+        if unused := [f"`{name}`" for name in idle if name in self.model_fields_set]:
+            kind = "`path`" if self.opening is None else "`opening`"
+            raise ValueError(f"{', '.join(unused)}: of no effect with {kind}; leave it out")
         if self.text is not None and (self.answer or self.outputs or "field" in self.model_fields_set):
             raise ValueError("`text` is learnt as it stands; leave out `field`, `answer` and `outputs`")
         if self.answer is not None and self.outputs is not None:
@@ -77,11 +82,9 @@ class DataConfig(Settings):
     """
 
     prompts: Annotated[list[PromptSource], Field(min_length=1)]
-    writing_temperature: Annotated[float, Field(gt=0.0)] = 0.8
-    temperatures: Annotated[list[Annotated[float, Field(ge=0.0, le=100.0)]], Field(min_length=1)] = Field(
-        default_factory=lambda: [0.0]
-    )
-    max_tokens: Annotated[int, Field(ge=2)] = 200
+    writing_temperature: Annotated[Temperature, Field(gt=0.0)] = 0.8
+    temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0])
+    max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 200
     max_length: Annotated[int, Field(ge=8)] = 1024
     held_out: Annotated[int, Field(ge=1)] = 128
     on_bad_row: Literal["skip", "stop"] = "skip"

@@ -15,6 +15,11 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError, cut, shown
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 def expanded(path: str | Path) -> Path:
     """`path` with ~ and ~user as home folders. ~user of nobody stays what it is, and nothing is found there;
@@ -40,6 +45,19 @@ def cache_dir() -> Path:
     if str(found := expanded("~/.cache/hispec")).startswith("~"):
         raise ConfigError("there is no home folder to keep files in; set HISPEC_CACHE to a folder for them")
     return found
+
+
+def lock(descriptor: int) -> bool:
+    """Locks an open file or folder until it is closed, or this process ends -> False if another process holds
+    it. Where there are no locks everyone may."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
 
 
 def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:

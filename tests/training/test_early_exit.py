@@ -18,7 +18,6 @@ from ee_models.training.early_exit import (
     EarlyExitTask,
     ExitingModel,
     MicroBatch,
-    likeliest,
 )
 from ee_models.training.examples import Example, grouped_indices
 from ee_models.training.trunk import Batch, collate
@@ -361,12 +360,6 @@ def test_evaluation_counts_each_held_out_place_once(checkpoint: Checkpoint) -> N
     for layer in (2, 4):
         assert figures[f"exit_{layer}_loss"] == pytest.approx(float(sums[f"exit_{layer}"]) / count, rel=1e-5)
         assert figures[f"exit_{layer}_agreement"] == pytest.approx(right[layer] / count)
-
-
-def test_likeliest_tokens_come_in_the_vocabularys_terms() -> None:
-    head, normed = torch.eye(3), torch.tensor([[0.1, 0.9, 0.2], [0.5, 0.1, 0.2]])
-    assert likeliest(normed, head).tolist() == [1, 0]
-    assert likeliest(normed, head, torch.tensor([7, 3, 5])).tolist() == [3, 7]
 
 
 # ---- which examples, in which passes ----

@@ -187,6 +187,19 @@ def test_the_log_has_a_line_per_evaluation(tmp_path: Path) -> None:
     assert lines[-1]["loss"] != lines[0]["loss"]
 
 
+def test_what_is_evaluated_again_is_in_the_log_once(tmp_path: Path) -> None:
+    """Killed at step 10, after its evaluation, the run goes on from step 8; a line is half written."""
+    whole = run(ToyTask(), tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(ToyTask(on_step=killed_at(10)), tmp_path / "killed")
+    log = tmp_path / "killed" / LOG
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [5, 10]
+    with log.open("a") as file:
+        file.write('{"step": 1')
+    assert run(ToyTask(), tmp_path / "killed", resume=True).metrics == whole.metrics
+    assert log.read_text() == (tmp_path / "whole" / LOG).read_text()
+
+
 def test_frozen_weights_are_neither_trained_nor_kept(tmp_path: Path) -> None:
     task = ToyTask()
     run(task, tmp_path)

@@ -54,3 +54,13 @@ def test_gradients_have_the_types_of_what_they_are_of(dtypes: tuple[torch.dtype,
     expected = torch.autograd.grad(soft_label_loss(exact[0], final, exact[1]), exact)
     for found, right in zip(gradients, expected, strict=True):
         torch.testing.assert_close(found.float(), right, rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_likeliest_tokens_come_in_the_vocabularys_terms(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "_EVAL_PLACES", at_once)
+    head, normed = torch.eye(3), torch.tensor([[0.1, 0.9, 0.2], [0.5, 0.1, 0.2]])
+    assert losses.likeliest(normed, head).tolist() == [1, 0]
+    assert losses.likeliest(normed, head, torch.tensor([7, 3, 5])).tolist() == [3, 7]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ee_models.checkpoint.exit_files import TENSORS
+from hispec.utils.files import lock
 from tests.helpers.tiny import tiny_checkpoint
 from tests.helpers.training_command import (
     train,
@@ -69,6 +72,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"prompts": [{"path": "x", "opening": "y", "count": 1}]}},
         "needs either `path` (a file) or `opening`",
     ),
+    "rows of an opening": (
+        {"data": {"prompts": [{"opening": "Why ", "count": 3, "limit": 3, "field": "text"}]}},
+        "`field`, `limit`: of no effect with `opening`; leave it out",
+    ),
+    "the length of prompts that are there": (
+        {"data": {"prompts": [{"path": "prompts.jsonl", "max_tokens": 3}]}},
+        "`max_tokens`: of no effect with `path`; leave it out",
+    ),
+    "a temperature next to zero": (
+        {"data": {"prompts": [{"path": "prompts.jsonl"}], "temperatures": [0.0, 1e-7]}},
+        "data.temperatures.1: too close to 0: use 0 for greedy, or at least 1e-5, got 1e-07",
+    ),
+    "prompts written at no temperature": (
+        {"data": {"prompts": [{"path": "prompts.jsonl"}], "writing_temperature": 0.0}},
+        "data.writing_temperature: must be above 0",
+    ),
+    "prompts written at too high a temperature": (
+        {"data": {"prompts": [{"path": "prompts.jsonl"}], "writing_temperature": 101.0}},
+        "data.writing_temperature: must be at most 100",
+    ),
+    "answers of more tokens than there can be": (
+        {"data": {"prompts": [{"path": "prompts.jsonl"}], "max_tokens": 2**31}},
+        "data.max_tokens: must be below 2147483648",
+    ),
+    "a device that is none": (
+        {"engine": {"device": "gpu"}},
+        "engine.device='gpu' cannot be used here",
+    ),
     "an opening without a count": (
         {"data": {"prompts": [{"opening": "Why "}]}},
         "`count` says how many prompts of an `opening` are written",
@@ -101,6 +132,32 @@ def test_a_bad_setting_is_refused_in_one_line_that_says_what_to_do(
     out, err = capsys.readouterr()
     assert words in err and "Traceback" not in err and out == ""
     assert not (tmp_path / "out" / TENSORS).exists()
+
+
+def test_a_gpu_that_training_would_not_take_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate takes the first that the process sees."""
+    monkeypatch.setattr("hispec.training.recipes.select_device", torch.device)
+    config = write_config(tmp_path, model, engine={"device": "cuda:1"})
+    assert train(config) == 2
+    assert "set it to cuda, and the environment's CUDA_VISIBLE_DEVICES to 1" in capsys.readouterr().err
+
+
+def test_what_another_command_trains_into_is_left_alone(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config = tmp_path / "out", write_config(tmp_path, model)
+    folder.mkdir()
+    other = os.open(folder, os.O_RDONLY)
+    assert lock(other)
+    try:
+        assert train(config) == 2
+    finally:
+        os.close(other)
+    assert f"another process is training into {folder}; wait for its end" in capsys.readouterr().err
+    assert list(folder.iterdir()) == [folder / "work"] and not list((folder / "work").iterdir())
+    assert train(config, "--only-data") == 0, "nobody holds it any more"
 
 
 def test_a_block_of_nothing_is_refused_with_the_other_settings(tmp_path: Path, model: Path) -> None:
