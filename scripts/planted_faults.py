@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -102,25 +103,30 @@ def run(tests: Sequence[str], copies: SimpleQueue[Path], fault: Fault | None = N
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:
         with planted(fault, copy) as own_cache:
-            ended = subprocess.run(
+            pytest = subprocess.Popen(
                 [sys.executable, *PYTEST, "not slow", *tests],
                 cwd=copy,
                 env=environment | own_cache,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
                 text=True,
-                timeout=LIMIT_S,
-                check=False,
+                start_new_session=True,
             )
+            try:
+                output, _ = pytest.communicate(timeout=LIMIT_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(pytest.pid, signal.SIGKILL)  # what tests have started, too
     except subprocess.TimeoutExpired:
         return [f"a test that does not end within {LIMIT_S} s"]
     finally:
         shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that an earlier fault failed
         copies.put(copy)
-    if ended.returncode < 0:  # by a signal, as for an address that is none
-        return [f"the end of Python by signal {-ended.returncode}"]
-    failed = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if ended.returncode > 1 and not failed:
-        return [f"the end of pytest with {ended.returncode}"]
+    if pytest.returncode < 0:  # by a signal, as for an address that is none
+        return [f"the end of Python by signal {-pytest.returncode}"]
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if pytest.returncode > 1 and not failed:
+        return [f"the end of pytest with {pytest.returncode}"]
     return failed
 
 

@@ -138,7 +138,7 @@ def train(
         raise TrainingError(f"{folder} has no checkpoint yet; train up to the first one")
     first, started, metrics = step, time.perf_counter(), Metrics()
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not only_evaluate:
         _rewind_log(folder, step)
     shows = progress and accelerator.is_main_process
     rates: list[float] = []
@@ -308,17 +308,20 @@ def _rewind_log(folder: Path, step: int) -> None:
 
     def is_kept(line: str) -> bool:
         try:
-            return bool(json.loads(line)["step"] <= step)
-        except (ValueError, TypeError, KeyError):  # half a line, of a process that was killed
+            return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
+        except (ValueError, TypeError, KeyError):
             return False
 
     path = folder / LOG
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = "".join(filter(is_kept, lines))
-    if len(kept) < sum(map(len, lines)):
-        write_atomically(path, lambda draft: draft.write_text(kept, encoding="utf-8"))
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise TrainingError(f"cannot read {path}: {error}; mend that, or delete it") from error
+    kept = list(filter(is_kept, lines))  # not half a line, of a process that was killed
+    if len(kept) < len(lines):
+        write_atomically(path, lambda draft: draft.write_text("".join(kept), encoding="utf-8"))
 
 
 def progress_bar(desc: str, unit: str, total: int, done: int, shows: bool) -> tqdm[Any]:

@@ -26,8 +26,8 @@ class LoopSettings(RecipeSettings):
                       cosine to `final_lr` of its peak
     max_grad_norm     of each parameter group's gradient
     eval_every, checkpoint_every   in steps; the last step always does both
-    mixed_precision   "bf16": matrix products in bfloat16, weights and their sums in float32; where the head
-                      learns (all weights do), so are its logits; "no": all in float32
+    mixed_precision   "bf16": matrix products in bfloat16, weights and their sums in float32, as are logits
+                      where all weights learn; "no": all in float32
     compile           torch.compile of the layers: the first steps take a minute more, the others less time
     """
 

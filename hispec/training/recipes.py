@@ -123,18 +123,23 @@ class Run:
 
 
 def trains_on_cpu(config: TrainConfig) -> bool:
-    """Whether engine.device, which writes answers, has training run on a CPU. Raises ConfigError for one that
-    cannot be used, or that accelerate, which gives each process its GPU, would not take."""
+    """Whether engine.device, on which answers are written, has training run on a CPU. Raises ConfigError for
+    one that cannot be used."""
     name, has_gpu = config.engine.device, torch.cuda.is_available()
-    if name == "auto" or (name == "cuda" and has_gpu):
+    if name == "auto" or (name in ("cuda", "cuda:0") and has_gpu):
         return not has_gpu  # not selected: each process would hold memory of the first GPU
-    device = select_device(name)
-    if device.index:
+    return select_device(name).type == "cpu"
+
+
+def check_gpu(config: TrainConfig) -> None:
+    """Raises ConfigError for a GPU that accelerate, which gives each process of a training its own, would not
+    take."""
+    kind, _, index = config.engine.device.partition(":")
+    if kind == "cuda" and index not in ("", "0"):
         raise ConfigError(
-            f"engine.device={name!r}: of several GPUs, training takes those that its processes are given; set"
-            f" it to cuda, and the environment's CUDA_VISIBLE_DEVICES to {device.index}"
+            f"engine.device={config.engine.device!r}: training takes the first GPU that its process sees; set"
+            " it to cuda, and CUDA_VISIBLE_DEVICES in the environment to that GPU alone"
         )
-    return device.type == "cpu"
 
 
 def _forget(folder: Path) -> None:
@@ -245,11 +250,6 @@ def _check_ee(config: TrainConfig, checkpoint: Checkpoint) -> None:
     begun = _begin(config.ee, checkpoint)
     if begun.package is not None:
         _check_goes_on(config, config.ee, begun.package)
-    elif config.ee.skip_batches:
-        raise ConfigError(
-            f"ee.skip_batches={config.ee.skip_batches}: ee.init_path names no package whose training has seen"
-            " them; name it, or leave skip_batches out"
-        )
     for exit_ in config.ee.exits:
         if begun.exits is not None and exit_.init == "trained":
             check_shape(shape_of(exit_, checkpoint), begun.exits)

@@ -20,11 +20,15 @@ from ..errors import ConfigError
 from ..loading.target_model import open_model
 from ..utils.files import lock
 from .data import check_model_of_answers, make_examples
-from .recipes import RECIPES, Run, trains_on_cpu
+from .recipes import RECIPES, Run, check_gpu, trains_on_cpu
 from .schema import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# What torchrun and accelerate tell a process its number by, and MPI's launchers.
+_RANKS = "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ def run_training(
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError(f"training needs the package accelerate: {install_command('train')}")
     trains_on_cpu(config)
+    if config.loop is not None and not only_data:
+        check_gpu(config)
     checkpoint = open_model(config.model)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
@@ -97,7 +103,8 @@ def run_training(
 def _held(folder: Path) -> Iterator[None]:
     """No other command trains into `folder` meanwhile: each would replace the other's checkpoints. Raises
     ConfigError where one does. Of several processes of one run the first asks."""
-    if os.environ.get("RANK", "0") != "0" or os.name == "nt":  # where a folder cannot be opened
+    ranks = (os.environ[name] for name in _RANKS if name in os.environ)
+    if next(ranks, "0") != "0" or os.name == "nt":  # where a folder cannot be opened
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -82,7 +82,7 @@ class DataConfig(Settings):
     """
 
     prompts: Annotated[list[PromptSource], Field(min_length=1)]
-    writing_temperature: Annotated[Temperature, Field(gt=0.0)] = 0.8
+    writing_temperature: Annotated[float, Field(ge=1e-5, le=100.0)] = 0.8
     temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0])
     max_tokens: Annotated[int, Field(ge=2, lt=2**31)] = 200
     max_length: Annotated[int, Field(ge=8)] = 1024

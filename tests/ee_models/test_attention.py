@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from cache.view import BatchView
 from ee_models.attention import AttentionBackend, numba_pages, select_backend
 from ee_models.attention.numba_pages import NumbaAttention
 from ee_models.attention.sdpa import SdpaAttention
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.decoder import Decoder
 from ee_models.kernels import threads as threads_module
 from ee_models.kernels.threads import KernelThreads
 
@@ -366,6 +369,36 @@ def test_numba_is_refused_where_it_cannot_run(device: str, dtype: torch.dtype) -
         match=f"'numba' runs on a CPU in float32, not on {device} in {dtype}; use 'sdpa' or 'auto'",
     ):
         select_backend("numba", torch.device(device), dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name", "words"),
+    [
+        ("cuda", torch.float32, "auto", "'triton', which needs the package triton, which is not installed;"),
+        ("cuda", torch.float32, "sdpa", "'triton', which needs the package triton, which is not installed;"),
+        (
+            "cpu",
+            torch.bfloat16,
+            "auto",
+            "'numba', which runs on a CPU in float32, not on cpu in torch.b",
+        ),
+    ],
+)
+def test_exact_verify_says_what_is_missing(
+    device: str, dtype: torch.dtype, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ee_models.attention.runs_triton", lambda device: False)
+    with pytest.raises(ValueError, match="^exact_verify needs the attention backend " + words):
+        select_backend(name, torch.device(device), dtype, exact=True)
+
+
+def test_attention_that_cannot_run_is_refused_before_weights_are_read(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(tiny_path)
+    monkeypatch.setattr(type(checkpoint), "tensor", None)
+    with pytest.raises(ValueError, match="attention backend 'triton' needs a CUDA GPU"):
+        Decoder.load(checkpoint, torch.float32, CPU, attention="triton")
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

@@ -1,7 +1,7 @@
 """Triton's attention over pages against the sdpa twin and a softmax in float64; in its invariant mode bit for
 bit against itself.
 
-On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1, set by tests/__init__.py), on a CUDA
+On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1, set by tests/conftest.py), on a CUDA
 device as they are.
 """
 

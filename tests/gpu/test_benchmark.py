@@ -530,9 +530,14 @@ def test_without_a_result_the_page_stays(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
 ) -> None:
     file = write(tmp_path / "file", "mine")
+    monkeypatch.setattr(gpu, "missing", lambda on_gpu: ([], []))
     with pytest.raises(SystemExit) as ended:
         gpu.main([argument.format(file=file) for argument in arguments])
     assert ended.value.code == 2 and words.format(file=file) in capsys.readouterr().err

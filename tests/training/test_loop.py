@@ -107,9 +107,10 @@ def run(
     settings: LoopSettings = SETTINGS,
     identity: str = "this run",
     resume: bool = False,
+    **others: Any,
 ) -> Outcome:
     folder.mkdir(exist_ok=True)
-    return train(task, settings, folder, identity, cpu=True, resume=resume, progress=False)
+    return train(task, settings, folder, identity, cpu=True, resume=resume, progress=False, **others)
 
 
 def weights(task: ToyTask) -> dict[str, Tensor]:
@@ -196,6 +197,9 @@ def test_what_is_evaluated_again_is_in_the_log_once(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [5, 10]
     with log.open("a") as file:
         file.write('{"step": 1')
+    before = log.read_text()
+    run(ToyTask(), tmp_path / "killed", resume=True, only_evaluate=True)
+    assert log.read_text() == before, "nothing of it is evaluated again"
     assert run(ToyTask(), tmp_path / "killed", resume=True).metrics == whole.metrics
     assert log.read_text() == (tmp_path / "whole" / LOG).read_text()
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from ee_models.checkpoint.exit_files import TENSORS
+from hispec import ConfigError
+from hispec.training.run import _held
 from hispec.utils.files import lock
 from tests.helpers.tiny import tiny_checkpoint
 from tests.helpers.training_command import (
@@ -86,7 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "prompts written at no temperature": (
         {"data": {"prompts": [{"path": "prompts.jsonl"}], "writing_temperature": 0.0}},
-        "data.writing_temperature: must be above 0",
+        "data.writing_temperature: must be at least 1e-05",
     ),
     "prompts written at too high a temperature": (
         {"data": {"prompts": [{"path": "prompts.jsonl"}], "writing_temperature": 101.0}},
@@ -141,11 +143,12 @@ def test_a_gpu_that_training_would_not_take_is_refused(
     monkeypatch.setattr("hispec.training.recipes.select_device", torch.device)
     config = write_config(tmp_path, model, engine={"device": "cuda:1"})
     assert train(config) == 2
-    assert "set it to cuda, and the environment's CUDA_VISIBLE_DEVICES to 1" in capsys.readouterr().err
+    assert "set it to cuda, and CUDA_VISIBLE_DEVICES in the environment to" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(os.name == "nt", reason="folders are not locked there")
 def test_what_another_command_trains_into_is_left_alone(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, config = tmp_path / "out", write_config(tmp_path, model)
     folder.mkdir()
@@ -153,8 +156,15 @@ def test_what_another_command_trains_into_is_left_alone(
     assert lock(other)
     try:
         assert train(config) == 2
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+        with _held(folder):
+            """The second process of a run that holds it."""
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(ConfigError, match="another process is training into"), _held(folder):
+            """The first of another."""
     finally:
         os.close(other)
+    monkeypatch.undo()
     assert f"another process is training into {folder}; wait for its end" in capsys.readouterr().err
     assert list(folder.iterdir()) == [folder / "work"] and not list((folder / "work").iterdir())
     assert train(config, "--only-data") == 0, "nobody holds it any more"
