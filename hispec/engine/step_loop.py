@@ -29,6 +29,7 @@ from ..utils.memory import is_out_of_memory
 from .recorder import Recorder
 
 _log = logging.getLogger(__name__)
+_MOST_PAUSE = 0.8  # share of a round's time that may be the caller's: its device may have been at work then
 _LEAST_PREFILL = 16  # positions; fewer would not help a prefill that lacks memory
 _LEAST_PATIENCE, _MOST_PATIENCE = 256, 1 << 16  # steps after which more memory is asked for again
 
@@ -61,7 +62,8 @@ class StepLoop:
         self._calm_steps, self._patience = 0, _LEAST_PATIENCE
         self._choice = Choice()  # of the round in flight
         self._read_s = 0.0  # when the last round was read
-        self._is_timed = True  # whether only the round in flight was on the device since then
+        self._is_timed = True  # whether the round in flight was read as soon as it was done
+        self._ended_s = self._pause_s = 0.0  # when the last step ended; the caller's time until this one
         self._is_torn = False  # whether an interrupt came that is not repaired; within a body of `repaired`
         self._is_whole = True  # whether all that is in `gained` is what its request has
 
@@ -73,6 +75,7 @@ class StepLoop:
         it for the next step, which goes on from there.
         """
         is_whole, self._is_whole = self._is_whole and not self._is_torn, False
+        self._pause_s = 0.0 if self.flight is None else seconds_since(self._ended_s)
         with self.repaired():
             for gain in () if is_whole else list(self.gained.values()):
                 if gain.request.request_id in self.requests:  # the last step was interrupted
@@ -105,6 +108,7 @@ class StepLoop:
             if self._scheduler.is_reduced:
                 self._try_more()
         self._is_whole = True
+        self._ended_s = time.perf_counter()
 
     @contextmanager
     def repaired(self) -> Iterator[None]:
@@ -159,8 +163,11 @@ class StepLoop:
         outcomes = flight.outcomes()
         began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         seconds = self._read_s - began_s
-        if seconds < 0.0:  # the clock has gone back: nobody knows how long it took
+        is_timed, self._is_timed = self._is_timed and flight.is_timed, True
+        # Nobody knows how long it took if the clock has gone back, or if it was done while the caller paused.
+        if not is_timed or seconds < 0.0 or self._pause_s > _MOST_PAUSE * seconds:
             seconds = math.nan
+        self._pause_s = 0.0
         self.stats.steps += 1
         live = [
             (request, row, outcomes[row])
@@ -171,9 +178,8 @@ class StepLoop:
         assert all(outcome.token_ids for _, _, outcome in rows), "a round that commits nothing never ends"
         if len(rows) < len(live):
             self.flight = None  # it goes on from what was not committed
-        is_timed = self._is_timed and flight.is_timed
-        self._recorder.record_round(flight, self._choice, rows, seconds if is_timed else math.nan)
-        self._is_timed = True
+        of_rounds = math.nan if flight.waits_for_prompts else seconds
+        self._recorder.record_round(flight, self._choice, rows, of_rounds)
         runtime = self._plans.runtime
         not_written = runtime.all_extra_kv - flight.extra_kv
         self.stats.row_layer_passes += flight.layer_passes * len(rows)
@@ -215,8 +221,7 @@ class StepLoop:
         self._tables.update([request.table.blocks for request in scheduler.running])
         started = time.perf_counter()
         runtime = self._plans.runtime
-        # On a GPU prefill is only queued, and the round waits for it.
-        self._is_timed = not step.chunks or runtime.models.decoder.device.type == "cpu"
+        self._is_timed, self._pause_s = True, 0.0
         what, concerned = "prefill", [chunk.request for chunk in step.chunks]
         try:
             if step.chunks:
@@ -228,6 +233,8 @@ class StepLoop:
                 self.flight = self._rounds.launch(
                     runtime, self._choice, step.limits, self.stats, num_together
                 )
+                is_cpu = runtime.models.decoder.device.type == "cpu"
+                self.flight.waits_for_prompts = bool(step.chunks) and not is_cpu  # a GPU's are only queued
             self.stats.round_s += seconds_since(prefilled)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -257,8 +264,7 @@ class StepLoop:
         ahead = self._rounds.launch_next(flight, left, context_len, joining, self._choice, self.stats)
         if ahead is not None:
             self.stats.rounds_ahead += 1
-            if chunks:
-                ahead.is_timed = False
+            ahead.waits_for_prompts = bool(chunks)
         return ahead
 
     def _prefill_ahead(self, chunks: Sequence[Chunk]) -> bool:

@@ -74,9 +74,11 @@ class Flight:
     layer_passes   layers of the model that it ran
     draft_model_layer_passes   layers of a draft model that it ran
     pass_s         seconds in passes of draft, check and verify; zeros on a GPU
-    launched_s     when it was launched, by time.perf_counter
+    launched_s     when it was launched, by time.perf_counter; 0.0 = before the one ahead of it was read, from
+                   when on it is timed
     route          index of the controller's route
-    is_timed       whether its time is that of a round alone: not so if it was captured too
+    is_timed       whether its time is that of what the device did: not so if it was captured too
+    waits_for_prompts   whether prompts were queued ahead of it, in the time of which it has a part
     """
 
     runtime: PlanRuntime
@@ -90,6 +92,7 @@ class Flight:
     launched_s: float = 0.0
     route: int | None = None
     is_timed: bool = True
+    waits_for_prompts: bool = False
 
     @property
     def extra_kv(self) -> frozenset[ExtraKV]:
@@ -160,7 +163,7 @@ class PackedLauncher:
         if device.type == "cpu":
             outcomes = partial(read_rows, result, batch.watch, plan)
         else:
-            outcomes = partial(unpack, pack(result, batch.watch), plan)
+            outcomes = partial(unpack, pack(result, batch.watch).cpu(), plan)
         return Flight(runtime, plan, rows, result, outcomes)
 
     def advance(self, flight: Flight) -> None:

@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 _MOST_TOGETHER = 8  # rounds: seven eighths of the host's work around them are saved then
 _PROMPTS_SHARE = 4  # of the memory for graphs those of prompts have a quarter
 _LEAST_ROUND_MS = 0.1  # the clock may have stood still
-_Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
 
 
 def _may_be_one_call(request: Request) -> bool:
@@ -253,18 +252,20 @@ class RoundRunner:
         if not all(reserve(request, request.round_end(window)) for request in joining):
             return None
         rows, joined, changed = make_rows_after(flight, left, context_len, joining, choice)
+        if not (flight.plan.is_plain or rows.may_draft):
+            return None  # plain rounds take over
         blocks: list[Sequence[int]] = [()] * rows.inputs.shape[1]
         for row, request in rows.requests:
             blocks[row] = request.table.blocks
         self._tables.update(blocks)
-        before, captures = self._passes, self.num_captures
+        before, captures = self._count(), self.num_captures
         try:
             self._launcher.advance(flight)
             if joined:
                 self._take_rows(flight, rows, joined)
             ahead = self._launcher.launch_next(flight, rows, changed)
             self._scheduler.ran_on()
-            return self._describe(ahead, before, captures, flight.route, ahead.launched_s)
+            return self._describe(ahead, before, captures, flight.route)
         except Exception as error:
             if is_out_of_memory(error):
                 self.drop_graphs()  # the next round shows whether that is enough
@@ -312,7 +313,7 @@ class RoundRunner:
                 len(rounds),
                 most,
             )
-        before = [counter.copy() for counter in self._counters]
+        before = self._count()
         for num_rows, context_len, each, plan in rounds[:most]:
             self._launcher.launch(each, plan, empty_rows(num_rows, context_len)).outcomes()
         for counter, counts in zip(self._counters, before, strict=True):
@@ -371,38 +372,31 @@ class RoundRunner:
     def _launch(
         self, runtime: PlanRuntime, plan: Plan, rows: Rows, route: int | None, started_s: float
     ) -> Flight:
-        before, captures = self._passes, self.num_captures
+        before, captures = self._count(), self.num_captures
         flight = self._launcher.launch(runtime, plan, rows)
         return self._describe(flight, before, captures, route, started_s)
 
     def _describe(
         self,
         flight: Flight,
-        passes: Sequence[_Passes],
+        passes: Sequence[PassCounts],
         num_captures: int,
         route: int | None,
-        launched_s: float,
+        launched_s: float = 0.0,
     ) -> Flight:
         """`flight` with its route, time and counts; passes, num_captures: the counts before it."""
-        (before, draft_s, check_s, verify_s), *drafts_before = passes
-        own, *drafts = self._counters
-        flight.layer_passes = own.layer_passes - before
-        draft_s = own.draft_pass_s - draft_s
-        for draft, (layer_passes, *seconds) in zip(drafts, drafts_before, strict=True):
-            flight.draft_model_layer_passes += draft.layer_passes - layer_passes
-            draft_s += draft.pass_s - sum(seconds)
-        flight.pass_s = draft_s, own.check_pass_s - check_s, own.verify_pass_s - verify_s
+        own, *drafts = (now.since(then) for now, then in zip(self._counters, passes, strict=True))
+        flight.layer_passes = own.layer_passes
+        flight.draft_model_layer_passes += sum(each.layer_passes for each in drafts)
+        draft_s = own.draft_pass_s + sum(each.pass_s for each in drafts)
+        flight.pass_s = draft_s, own.check_pass_s, own.verify_pass_s
         flight.launched_s, flight.route = launched_s, route
         flight.is_timed = num_captures == self.num_captures
         return flight
 
-    @property
-    def _passes(self) -> list[_Passes]:
-        """Of the model, and of a draft model, so far."""
-        return [
-            (each.layer_passes, each.draft_pass_s, each.check_pass_s, each.verify_pass_s)
-            for each in self._counters
-        ]
+    def _count(self) -> list[PassCounts]:
+        """Passes of the model, and of a draft model, so far."""
+        return [each.copy() for each in self._counters]
 
     @property
     def num_captures(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fault import Fault
-from .suites import CLOCKS, CONTROL, NUMBERS, RUNS, STAGES, STATIC
+from .suites import AHEAD, CLOCKS, CONTROL, NUMBERS, RUNS, STAGES, STATIC
 
 FAULTS = (
     Fault(
@@ -129,6 +129,27 @@ FAULTS = (
         "release=self.flight is None)",
         "release=True)",
         STATIC,
+    ),
+    Fault(
+        "a round that was done while the caller paused is learnt from",
+        "hispec/engine/step_loop.py",
+        "or self._pause_s > _MOST_PAUSE * seconds:",
+        "or False:",
+        AHEAD,
+    ),
+    Fault(
+        "a policy learns the time of a round that was captured",
+        "hispec/engine/step_loop.py",
+        "if not is_timed or seconds < 0.0",
+        "if seconds < 0.0",
+        AHEAD,
+    ),
+    Fault(
+        "rounds ahead go on drafting for nobody",
+        "hispec/runner/round_runner.py",
+        "if not (flight.plan.is_plain or rows.may_draft):",
+        "if False:",
+        AHEAD,
     ),
     Fault(
         "what ended a round ago is committed once more",

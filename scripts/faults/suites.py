@@ -11,6 +11,7 @@ LAWS = (
 TIERS = ("tests/laws/test_tiers.py",)
 GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
+AHEAD = ("tests/engine/test_running_ahead.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py", "tests/training/test_early_exit_runs.py")
 INTEGERS = ("tests/ee_models/test_narrow_linear.py",)

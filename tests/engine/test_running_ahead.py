@@ -3,17 +3,22 @@ requests stay, dead, and others take them."""
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import pytest
 
 from ee_models.decoder import Decoder
-from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from hispec.config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from hispec.engine import Engine
+from hispec.engine.recorder import Recorder
 from hispec.engine.step_loop import StepLoop
 from hispec.errors import build
 from hispec.runner.launchers import Flight, StaticLauncher
+from hispec.runner.round_output import RowOutcome
 from hispec.sampling_params import SamplingParams
+from hispec.scheduling.policy import Service
 from tests.helpers.drafters import ALL, drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run
 
@@ -186,6 +191,73 @@ def test_few_blocks_small_chunks_aborts_and_every_policy(
     for request_id, wanted in zip(ids, sampled[:18], strict=True):
         assert request_id in aborted or outputs[request_id] == wanted
     assert engine.stats()["kv_blocks_used"] == 0 and engine.stats()["rounds_ahead"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_nobody_drafts_once_the_last_that_may_has_ended(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, speculative=length == 4)
+        for length in (4, 30, 30, 30)
+    ]
+    wanted, drafts, run_ = run(make_engine(tiny_decoder), PROMPTS[:4], params), [], StaticLauncher._run
+
+    def spied(launcher: StaticLauncher, runtime: Any, plan: Plan, rows: Any) -> Flight:
+        drafts.append(not plan.is_plain)
+        return run_(launcher, runtime, plan, rows)
+
+    monkeypatch.setattr(StaticLauncher, "_run", spied)
+    engine = engine_of(tiny_decoder, name, max_num_seqs=4)
+    assert run(engine, PROMPTS[:4], params) == wanted
+    # Its own rounds, and one that was launched before its end was known.
+    assert drafts[0] and 1 <= sum(drafts) <= 5 and len(drafts) >= 29 and not any(drafts[5:])
+    assert engine.stats()["rounds_ahead"] >= 25, "plain rounds are launched ahead as well"
+
+
+def test_what_was_not_timed_is_learnt_from_by_nobody(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that was done while the caller paused, and one that was captured."""
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1e-3
+        return now_s
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    speculative = build(SpeculativeConfig, ALL["ngram checks"])
+    laps, sizes = SchedulingConfig(policy="laps"), EngineConfig(max_num_seqs=2, max_model_len=112)
+    engine = Engine(tiny_decoder, sizes, speculative, scheduling=laps, is_static=True)
+    for prompt in PROMPTS[:2]:
+        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    of_rounds: list[float] = []
+    of_policy: list[float] = []
+    record, make = Recorder.record_round, RowOutcome.make_service
+
+    def spied_record(recorder: Recorder, flight: Flight, *others: Any) -> None:
+        of_rounds.append(others[-1])
+        record(recorder, flight, *others)
+
+    def spied_make(outcome: RowOutcome, passes: float, seconds: float) -> Service:
+        of_policy.append(seconds)
+        return make(outcome, passes, seconds)
+
+    monkeypatch.setattr(Recorder, "record_round", spied_record)
+    monkeypatch.setattr(RowOutcome, "make_service", spied_make)
+    for what in ("", "", "pause", "", "capture", "", ""):
+        of_rounds.clear()
+        of_policy.clear()
+        flight = engine._loop.flight
+        now_s += 100.0 * (what == "pause")
+        if what == "capture":
+            assert flight is not None
+            flight.is_timed = False
+        engine.step()
+        assert of_rounds and of_policy and (flight is not None or what == "")
+        assert all(math.isnan(seconds) == bool(what) for seconds in [*of_rounds, *of_policy]), what
+        assert all(seconds < 1.0 for seconds in of_policy if not what)
 
 
 def test_a_drafter_that_is_only_followed_is_followed(
