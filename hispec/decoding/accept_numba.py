@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ee_models.kernel_cache import njit
 
-_NEVER = np.empty(0, np.bool_)
+from .row_steps_numba import _NEVER
 
 
 @njit

@@ -140,7 +140,7 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
 
 
 class Judge(Protocol):
-    """An acceptance rule, bound to a round: how tiers choose tokens, and which proposals they keep.
+    """An acceptance rule, bound to a plan: how tiers choose tokens, and which proposals they keep.
 
     asks_probability: whether a check asks how likely its likeliest tokens are.
     """

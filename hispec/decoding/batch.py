@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,11 +159,6 @@ class RoundBatch:
     def put_tokens(self, columns: Tensor, values: Tensor, where: Tensor) -> None:
         """tokens[row, columns[row]] = values[row] in the rows where where [rows] holds; beyond the window
         nothing is read."""
-        if self.is_numba:
-            rows = where.numpy().nonzero()[0]  # numpy takes a fifth of the time that torch's operations take
-            places = np.minimum(columns.numpy()[rows], self.window)
-            self.tokens.numpy()[rows, places] = values.numpy()[rows]
-            return
         columns = columns.clamp(max=self.window).unsqueeze(-1)
         old = self.tokens.gather(1, columns)
         self.tokens.scatter_(1, columns, torch.where(where.unsqueeze(-1), values.unsqueeze(-1), old))

@@ -55,7 +55,7 @@ def run(
     num_rows, window, most_rounds = batch.num_rows, batch.window, together.num_rounds
     num_checks, most_tokens = plan.num_checks, batch.num_rows * batch.window
     lookup, (_, num_blocks) = drafter.lookup, batch.block_tables.shape
-    of_rows = np.zeros((Row.COUNTS, num_rows), np.int64)
+    of_rows = np.zeros((Row.NUM_LINES, num_rows), np.int64)
     for line, values in (
         (Row.START, batch.starts),
         (Row.LIMIT, batch.limits),

@@ -23,9 +23,7 @@ from ee_models.pass_structures import PLACES
 from .accept_numba import _accept
 from .acceptance import Source
 from .addresses_numba import _locate
-from .row_steps_numba import _count_live, _end_check, _end_verify, _take_drafts
-
-_NEVER, _CHAIN = np.empty(0, np.bool_), np.empty((0, 0), np.int64)
+from .row_steps_numba import _CHAIN, _NEVER, _count_live, _end_check, _end_verify, _take_drafts
 
 
 class Stage(IntEnum):
@@ -70,7 +68,7 @@ class Row(IntEnum):
     OWN = 13
     COMMITTED = 14
     NOTHING = 15
-    COUNTS = 16
+    NUM_LINES = 16
 
 
 def _ints(*names: str) -> list[tuple[str, Any]]:
@@ -126,7 +124,7 @@ _ROUNDS, _LOOKUPS = np.dtype(Rounds), np.dtype(Lookups)
 
 @njit
 def _of_rows(r: Any) -> Any:
-    return carray(pointer(r.of_rows), (Row.COUNTS, r.num_rows), np.int64)
+    return carray(pointer(r.of_rows), (Row.NUM_LINES, r.num_rows), np.int64)
 
 
 @njit

@@ -39,7 +39,8 @@ class NgramTable:
     tokens      [slots + num_probes] int32: what follows it
     shares      [slots + num_probes] float32: how often it does, 0 to 1
     slots       a power of two
-    vocab_size  one more than the largest token that is guessed
+    vocab_size  one more than the largest token that is guessed; of a table that learns, than that of the one
+                whose entries it begins with
     """
 
     path: str | None

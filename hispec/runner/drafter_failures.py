@@ -13,18 +13,14 @@ _log = logging.getLogger(__name__)
 
 
 def fall_back_to_plain(requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
-    """Marks these requests for plain decoding. Those that opted out of speculation are marked too, since
-    their blocks may lack the draft model's KV."""
-    named = [
-        request.request_id
-        for request in requests
-        if request.params.speculative and not request.drafter_failed
-    ]
-    for request in requests:
+    """Marks these requests for plain decoding, but for those that opted out of speculation anyway."""
+    drafting = [each for each in requests if each.params.speculative and not each.drafter_failed]
+    for request in drafting:
         request.drafter_failed = True
     stats.drafter_failures += 1
-    if named:
-        _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, ", ".join(named))
+    if drafting:
+        names = ", ".join(request.request_id for request in drafting)
+        _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, names)
 
 
 def finish_drafting(drafters: Sequence[Drafter], request: Request, stats: EngineStats) -> None:

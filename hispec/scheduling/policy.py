@@ -98,8 +98,8 @@ class Policy(Protocol):
         waiting < running. Called only if the policy preempts."""
 
 
-class Stateless:
-    """Base of policies that keep no state of requests."""
+class IgnoresService:
+    """Base of policies that order requests by other things than the service that they have received."""
 
     def add(self, job: Job) -> None:
         pass
@@ -111,7 +111,7 @@ class Stateless:
         pass
 
 
-class FirstComeFirstServed(Stateless):
+class FirstComeFirstServed(IgnoresService):
     """Admits in order of arrival and, when blocks run out, preempts the latest arrival: the oldest request
     always progresses."""
 

@@ -9,7 +9,7 @@ from cache.blocks import BlockPool, BlockTable
 
 from .kv_blocks import KVBlocks, KVOffload
 from .lengths import LengthPredictor, OnlineLengths
-from .policy import Job, Key, Policy, Service, Stateless
+from .policy import IgnoresService, Job, Key, Policy, Service
 from .request import Request
 from .waiting import WaitingOrder
 
@@ -63,7 +63,7 @@ class Scheduler:
         self.num_preemptions = self.num_cached_tokens = self.num_queried_tokens = 0
         self._pool, self._policy = pool, policy
         # Whether `served` does anything: it is called for every row and round.
-        self.counts_service = getattr(type(policy), "served", None) is not Stateless.served
+        self.counts_service = getattr(type(policy), "served", None) is not IgnoresService.served
         self._max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._sizes = max_num_seqs, max_prefill_tokens  # as they are configured
         self._enable_prefix_caching = enable_prefix_caching

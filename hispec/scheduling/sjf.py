@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .policy import Job, Key, Stateless
+from .policy import IgnoresService, Job, Key
 
 
-class ShortestJobFirst(Stateless):
+class ShortestJobFirst(IgnoresService):
     """Orders by the output length predicted on arrival, without preemption: all that it keeps of a
     request."""
 
@@ -30,7 +30,7 @@ class ShortestJobFirst(Stateless):
         return False
 
 
-class ShortestRemaining(Stateless):
+class ShortestRemaining(IgnoresService):
     """Orders by remaining service, with preemption (SRPT). With the true remaining service it is the oracle
     that bounds other policies.
 
