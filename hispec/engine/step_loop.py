@@ -164,8 +164,9 @@ class StepLoop:
         began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         seconds = self._read_s - began_s
         is_timed, self._is_timed = self._is_timed and flight.is_timed, True
-        # Nobody knows how long it took if the clock has gone back, or if it was done while the caller paused.
-        if not is_timed or seconds < 0.0 or self._pause_s > _MOST_PAUSE * seconds:
+        # Nobody knows how long it took if it was done while the caller paused, or if the clock has gone back:
+        # then seconds are below 0.
+        if not is_timed or self._pause_s > _MOST_PAUSE * seconds:
             seconds = math.nan
         self._pause_s = 0.0
         self.stats.steps += 1

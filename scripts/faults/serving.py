@@ -134,14 +134,14 @@ FAULTS = (
         "a round that was done while the caller paused is learnt from",
         "hispec/engine/step_loop.py",
         "or self._pause_s > _MOST_PAUSE * seconds:",
-        "or False:",
+        "or seconds < 0.0:",
         AHEAD,
     ),
     Fault(
         "a policy learns the time of a round that was captured",
         "hispec/engine/step_loop.py",
-        "if not is_timed or seconds < 0.0",
-        "if seconds < 0.0",
+        "if not is_timed or self._pause_s",
+        "if self._pause_s",
         AHEAD,
     ),
     Fault(
@@ -231,8 +231,8 @@ FAULTS = (
     Fault(
         "a clock that goes back makes negative service",
         "hispec/engine/step_loop.py",
-        "or seconds < 0.0 or",
-        "or",
+        "self._pause_s > _MOST_PAUSE * seconds:",
+        "self._pause_s > _MOST_PAUSE * abs(seconds):",
         CLOCKS,
     ),
     Fault(
