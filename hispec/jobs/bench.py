@@ -12,13 +12,20 @@ from pydantic import Field
 
 from ..config import Settings, SpeculativeConfig
 from ..errors import ConfigError
-from ..runner.plan_cache import MOST_KEPT
 from ..sampling_params import SamplingParams
 from ..stats import STAGES, stage_seconds
 from ..utils.console import make_bar
 from ..utils.environment import environment, peak_memory_bytes, watch_others
 from .bench_inputs import TokenIds, generate, good_rows, warm_up
-from .bench_runs import Runs, make_groups, num_matches, ratio_intervals, ratios_by_task
+from .bench_runs import (
+    Runs,
+    can_take_turns,
+    keeps_outputs,
+    make_groups,
+    num_matches,
+    ratio_intervals,
+    ratios_by_task,
+)
 from .rates import Rates, add_counts, plan_text
 from .rows import Row, count_rows
 from .schema import Job
@@ -145,7 +152,8 @@ def time_engines(
     order = list(runs)
     # Groups that an engine decodes before it is another one's turn.
     numbers = list(range(len(groups)))
-    turns = [[number] for number in numbers] if _takes_turns(llm, options, plans) else [numbers]
+    takes_turns = _is_timed_apart(options) and can_take_turns(llm, plans.values())
+    turns = [[number] for number in numbers] if takes_turns else [numbers]
     with make_bar(options.repeats * len(turns) * len(order), None, "run", progress) as bar:
         for repeat in range(options.repeats):
             for run in runs.values():
@@ -178,27 +186,14 @@ def _decode_s(llm: LLM) -> float:
     return float(llm.stats()["round_s"]) / llm.num_workers
 
 
-def _keeps_outputs(plan: SpeculativeConfig | None) -> bool:
-    return plan is not None and plan.draft.lookup is not None and plan.draft.lookup.keeps_outputs
-
-
 def _learns(plan: SpeculativeConfig | None) -> bool:
     """Whether what it does hangs on the prompts before: then these must not be those that are timed."""
-    return _keeps_outputs(plan) or (plan is not None and plan.control == "goodput")
+    return keeps_outputs(plan) or (plan is not None and plan.control == "goodput")
 
 
 def _is_timed_apart(options: BenchOptions) -> bool:
     """Whether prompts, or batches of them, are timed by themselves."""
     return options.batch_size == 1 or options.by_batch
-
-
-def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeConfig | None]) -> bool:
-    """Whether engines take turns prompt by prompt, or batch by batch, which cancels the machine's drift. Not
-    where a change of plan loses what later prompts would find: earlier outputs, or graphs of more plans than
-    are kept."""
-    keeps_outputs = any(map(_keeps_outputs, plans.values()))
-    keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
-    return _is_timed_apart(options) and not keeps_outputs and keeps_graphs
 
 
 def _result(

@@ -14,7 +14,7 @@ from ..config import SpeculativeConfig
 from ..engine import Engine
 from ..errors import ConfigError, RequestError
 from ..jobs.bench_inputs import TokenIds, generate, of_prompt, token_ids_of, warm_up
-from ..jobs.bench_runs import Group, Runs
+from ..jobs.bench_runs import Group, Runs, can_take_turns
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..utils.console import make_bar
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _BETWEEN = 4  # steps from one call of `between` to the next
+_COUNTED = "tokens", "rounds", "layer_passes", "prefill_layer_passes"
 _ONE_ROUND_MS = 1e-9  # as engine.max_run_ms: a round is a call of its own
 
 
@@ -133,28 +134,46 @@ def time_plans(
     progress: bool,
     between: Callable[[], None] = lambda: None,
 ) -> list[Runs]:
-    """Runs every plan `repeats` times over all prompts, those of each task together, in turns, each time in
-    another order, so that none always finds what the same one has left; `between` is called before each task
+    """Runs every plan `repeats` times over all prompts, those of each task together. Plans take turns task by
+    task, where they can (`can_take_turns`), which cancels the machine's drift, else run by run; each time in
+    another order, so that none always finds what the same one has left. `between` is called before each task
     of a run."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
     groups = [Group(task, numbers) for task, numbers in by_task.items()]
-    runs = [Runs(groups) for _ in plans]
+    runs, of_all = [Runs(groups) for _ in plans], list(range(len(groups)))
     order, shuffled = list(zip(plans, runs, strict=True)), random.Random(0)
-    with make_bar(repeats * len(runs), "plans", "run", progress) as bar:
+    takes_turns = can_take_turns(llm, plans)
+    turns = [[number] for number in of_all] if takes_turns else [of_all]
+
+    def ready(plan: SpeculativeConfig | None) -> None:
+        llm.set_speculative(plan)
+        warm_up(llm, prompts[:batch_size], sampling)
+
+    with make_bar(repeats * len(turns) * len(runs), "plans", "run", progress) as bar:
+        for plan in plans:  # KV memory of a plan with more exits is new
+            ready(plan)
         for _ in range(repeats):
-            shuffled.shuffle(order)
-            for plan, run in order:
-                llm.set_speculative(plan)
-                # Every time: KV memory of a plan with other exits is new.
-                warm_up(llm, prompts[:batch_size], sampling)
-                llm.set_speculative(plan)  # again, for a drafter that has not seen anything
-                llm.reset_stats()
+            for run in runs:
                 run.begin_run()
-                for number in range(len(groups)):
-                    between()
-                    run.time(number, prompts, partial(generate, llm, sampling=sampling))
-                run.stats = llm.stats()
-                bar.update()
+                run.stats = {}
+            for turn in turns:
+                shuffled.shuffle(order)
+                for plan, run in order:
+                    if not takes_turns:  # its graphs may be gone
+                        ready(plan)
+                    llm.set_speculative(plan)  # with a drafter that has not seen anything
+                    llm.reset_stats()
+                    for number in turn:
+                        between()
+                        run.time(number, prompts, partial(generate, llm, sampling=sampling))
+                    run.stats = _sum_counted(run.stats, llm.stats())
+                    bar.update()
     return runs
+
+
+def _sum_counted(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """What is read of a run's stats, of one in parts."""
+    counts = {name: total.get(name, 0) + part[name] for name in _COUNTED}
+    return {**counts, "num_layers": part["num_layers"]}
