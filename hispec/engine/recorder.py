@@ -76,7 +76,7 @@ class Recorder:
         self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float
     ) -> None:
         """Reports a round before it is committed. rows: requests with their rows and outcomes; seconds: nan
-        if other work was timed too."""
+        if something else was timed too: prompts, a capture, the caller's pause."""
         trace = self._open_trace
         if not rows or (trace is None and isinstance(self.control, FixedControl)):
             return  # without a row it tells nothing: all have ended since, or their logits are no numbers

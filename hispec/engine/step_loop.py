@@ -29,7 +29,9 @@ from ..utils.memory import is_out_of_memory
 from .recorder import Recorder
 
 _log = logging.getLogger(__name__)
-_MOST_PAUSE = 0.8  # share of a round's time that may be the caller's: its device may have been at work then
+# Of a round's time: the share that may be the caller's pause, and what the host waits at least where the
+# device was at work for all of it.
+_MOST_PAUSE, _LEAST_WAIT = 0.8, 0.02
 _LEAST_PREFILL = 16  # positions; fewer would not help a prefill that lacks memory
 _LEAST_PATIENCE, _MOST_PATIENCE = 256, 1 << 16  # steps after which more memory is asked for again
 
@@ -64,6 +66,7 @@ class StepLoop:
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether the round in flight was read as soon as it was done
         self._ended_s = self._pause_s = 0.0  # when the last step ended; the caller's time until this one
+        self._has_queued = False  # whether prompts were computed since the last round was launched
         self._is_torn = False  # whether an interrupt came that is not repaired; within a body of `repaired`
         self._is_whole = True  # whether all that is in `gained` is what its request has
 
@@ -133,6 +136,11 @@ class StepLoop:
         self._scheduler.repair(self.requests.values())
         self._is_torn = False
 
+    @property
+    def _queues_prompts(self) -> bool:
+        """Whether prefill returns before it is done."""
+        return self._plans.runtime.models.decoder.device.type != "cpu"
+
     def abort(self, request: Request) -> None:
         """Ends a request at once."""
         gain = self._gain(request)
@@ -160,13 +168,15 @@ class StepLoop:
 
     def read(self, flight: Flight) -> None:
         """Waits for a round, and commits what it has committed on the device."""
+        asked_s = time.perf_counter()
         outcomes = flight.outcomes()
         began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         seconds = self._read_s - began_s
         is_timed, self._is_timed = self._is_timed and flight.is_timed, True
-        # Nobody knows how long it took if it was done while the caller paused, or if the clock has gone back:
-        # then seconds are below 0.
-        if not is_timed or self._pause_s > _MOST_PAUSE * seconds:
+        waited_s = max(0.0, self._read_s - asked_s)
+        was_done = self._pause_s > _MOST_PAUSE * seconds and waited_s < _LEAST_WAIT * seconds
+        # Nobody knows how long it took if the clock has gone back, or if it was done while the caller paused.
+        if not is_timed or seconds < 0.0 or was_done:
             seconds = math.nan
         self._pause_s = 0.0
         self.stats.steps += 1
@@ -234,8 +244,8 @@ class StepLoop:
                 self.flight = self._rounds.launch(
                     runtime, self._choice, step.limits, self.stats, num_together
                 )
-                is_cpu = runtime.models.decoder.device.type == "cpu"
-                self.flight.waits_for_prompts = bool(step.chunks) and not is_cpu  # a GPU's are only queued
+                self.flight.waits_for_prompts = self._has_queued and self._queues_prompts
+                self._has_queued = False
             self.stats.round_s += seconds_since(prefilled)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -265,7 +275,7 @@ class StepLoop:
         ahead = self._rounds.launch_next(flight, left, context_len, joining, self._choice, self.stats)
         if ahead is not None:
             self.stats.rounds_ahead += 1
-            ahead.waits_for_prompts = bool(chunks)
+            ahead.waits_for_prompts, self._has_queued = self._has_queued, False
         return ahead
 
     def _prefill_ahead(self, chunks: Sequence[Chunk]) -> bool:
@@ -282,6 +292,7 @@ class StepLoop:
         return True
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        self._has_queued = True
         started, tables = time.perf_counter(), self._tables.tensor[: len(self._scheduler.running)]
         prefill(self._plans.runtime, chunks, tables, self._rounds.prompts, self.stats)
         seconds = seconds_since(started)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ..config import Settings, SpeculativeConfig
 from ..errors import ConfigError
+from ..runner.plan_cache import MOST_KEPT
 from ..sampling_params import SamplingParams
 from ..stats import STAGES, stage_seconds
 from ..utils.console import make_bar
@@ -19,7 +20,6 @@ from ..utils.environment import environment, peak_memory_bytes, watch_others
 from .bench_inputs import TokenIds, generate, good_rows, warm_up
 from .bench_runs import (
     Runs,
-    can_take_turns,
     keeps_outputs,
     make_groups,
     num_matches,
@@ -152,8 +152,7 @@ def time_engines(
     order = list(runs)
     # Groups that an engine decodes before it is another one's turn.
     numbers = list(range(len(groups)))
-    takes_turns = _is_timed_apart(options) and can_take_turns(llm, plans.values())
-    turns = [[number] for number in numbers] if takes_turns else [numbers]
+    turns = [[number] for number in numbers] if _takes_turns(llm, options, plans) else [numbers]
     with make_bar(options.repeats * len(turns) * len(order), None, "run", progress) as bar:
         for repeat in range(options.repeats):
             for run in runs.values():
@@ -194,6 +193,14 @@ def _learns(plan: SpeculativeConfig | None) -> bool:
 def _is_timed_apart(options: BenchOptions) -> bool:
     """Whether prompts, or batches of them, are timed by themselves."""
     return options.batch_size == 1 or options.by_batch
+
+
+def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeConfig | None]) -> bool:
+    """Whether engines take turns prompt by prompt, or batch by batch, which cancels the machine's drift. Not
+    where a change of plan loses what later prompts would find: earlier outputs, or graphs of more plans than
+    are kept."""
+    keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
+    return _is_timed_apart(options) and keeps_graphs and not any(map(keeps_outputs, plans.values()))
 
 
 def _result(

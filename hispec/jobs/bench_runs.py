@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import SpeculativeConfig
-from ..runner.plan_cache import MOST_KEPT
 from .bench_inputs import TokenIds, task_of
 from .confidence_interval import Paired, ratio_interval
 from .rows import Row
-
-if TYPE_CHECKING:
-    from ..llm import LLM
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,8 @@ class Runs:
     seconds, decode_seconds   by run and group; those of rounds alone (without prompts), where they are asked
                               for
     outputs                   token ids by run and prompt
-    stats                     what the engine counted: `hispec bench` of all runs, `hispec profile` of the
-                              last
+    stats                     what the engine counted: `hispec bench` of all runs, `hispec profile` a part, of
+                              the last
     """
 
     groups: Sequence[Group]
@@ -96,13 +92,6 @@ class Runs:
 def keeps_outputs(plan: SpeculativeConfig | None) -> bool:
     """Whether what it drafts hangs on earlier outputs."""
     return plan is not None and plan.draft.lookup is not None and plan.draft.lookup.keeps_outputs
-
-
-def can_take_turns(llm: LLM, plans: Collection[SpeculativeConfig | None]) -> bool:
-    """Whether one plan may follow another after each group of prompts: not where a change loses what later
-    prompts would find, earlier outputs, or graphs of more plans than are kept."""
-    keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
-    return keeps_graphs and not any(map(keeps_outputs, plans))
 
 
 def make_groups(rows: list[Row], batch_size: int, *, by_batch: bool = False) -> list[Group]:

@@ -14,7 +14,7 @@ from ..config import SpeculativeConfig
 from ..engine import Engine
 from ..errors import ConfigError, RequestError
 from ..jobs.bench_inputs import TokenIds, generate, of_prompt, token_ids_of, warm_up
-from ..jobs.bench_runs import Group, Runs, can_take_turns
+from ..jobs.bench_runs import Group, Runs, keeps_outputs
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..utils.console import make_bar
@@ -135,16 +135,16 @@ def time_plans(
     between: Callable[[], None] = lambda: None,
 ) -> list[Runs]:
     """Runs every plan `repeats` times over all prompts, those of each task together. Plans take turns task by
-    task, where they can (`can_take_turns`), which cancels the machine's drift, else run by run; each time in
-    another order, so that none always finds what the same one has left. `between` is called before each task
-    of a run."""
+    task, which cancels the machine's drift; run by run where a change would lose what later tasks find,
+    earlier outputs or captured graphs. Each time in another order, so that none always finds what the same
+    one has left. `between` is called before each task of a run."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
     groups = [Group(task, numbers) for task, numbers in by_task.items()]
     runs, of_all = [Runs(groups) for _ in plans], list(range(len(groups)))
     order, shuffled = list(zip(plans, runs, strict=True)), random.Random(0)
-    takes_turns = can_take_turns(llm, plans)
+    takes_turns = "graph_bytes" not in llm.memory() and not any(map(keeps_outputs, plans))
     turns = [[number] for number in of_all] if takes_turns else [of_all]
 
     def ready(plan: SpeculativeConfig | None) -> None:
@@ -152,7 +152,7 @@ def time_plans(
         warm_up(llm, prompts[:batch_size], sampling)
 
     with make_bar(repeats * len(turns) * len(runs), "plans", "run", progress) as bar:
-        for plan in plans:  # KV memory of a plan with more exits is new
+        for plan in plans if takes_turns else ():  # KV memory of a plan with more exits is new
             ready(plan)
         for _ in range(repeats):
             for run in runs:
@@ -161,9 +161,9 @@ def time_plans(
             for turn in turns:
                 shuffled.shuffle(order)
                 for plan, run in order:
-                    if not takes_turns:  # its graphs may be gone
+                    if not takes_turns:
                         ready(plan)
-                    llm.set_speculative(plan)  # with a drafter that has not seen anything
+                    llm.set_speculative(plan)  # outputs that a drafter keeps are those of the run
                     llm.reset_stats()
                     for number in turn:
                         between()

@@ -45,7 +45,7 @@ class Service:
 
     passes    attained service in passes over the whole model (layers run / layers)
     seconds   what these rounds took for the whole batch; nan = not to be learned from, because something else
-              was timed too
+              was timed too: a capture, or the caller's pause
     """
 
     rounds: int

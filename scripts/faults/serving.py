@@ -133,15 +133,29 @@ FAULTS = (
     Fault(
         "a round that was done while the caller paused is learnt from",
         "hispec/engine/step_loop.py",
-        "or self._pause_s > _MOST_PAUSE * seconds:",
-        "or seconds < 0.0:",
+        "seconds < 0.0 or was_done:",
+        "seconds < 0.0:",
+        AHEAD,
+    ),
+    Fault(
+        "the time of prompts is learnt as that of the round behind them",
+        "hispec/engine/step_loop.py",
+        "of_rounds = math.nan if flight.waits_for_prompts else seconds",
+        "of_rounds = seconds",
+        AHEAD,
+    ),
+    Fault(
+        "prompts that were computed a step ago are forgotten",
+        "hispec/engine/step_loop.py",
+        "self.flight.waits_for_prompts = self._has_queued and",
+        "self.flight.waits_for_prompts = bool(step.chunks) and",
         AHEAD,
     ),
     Fault(
         "a policy learns the time of a round that was captured",
         "hispec/engine/step_loop.py",
-        "if not is_timed or self._pause_s",
-        "if self._pause_s",
+        "if not is_timed or seconds",
+        "if seconds",
         AHEAD,
     ),
     Fault(
@@ -231,8 +245,8 @@ FAULTS = (
     Fault(
         "a clock that goes back makes negative service",
         "hispec/engine/step_loop.py",
-        "self._pause_s > _MOST_PAUSE * seconds:",
-        "self._pause_s > _MOST_PAUSE * abs(seconds):",
+        "or seconds < 0.0 or",
+        "or",
         CLOCKS,
     ),
     Fault(
