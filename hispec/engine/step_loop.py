@@ -178,7 +178,6 @@ class StepLoop:
         # Nobody knows how long it took if the clock has gone back, or if it was done while the caller paused.
         if not is_timed or seconds < 0.0 or was_done:
             seconds = math.nan
-        self._pause_s = 0.0
         self.stats.steps += 1
         live = [
             (request, row, outcomes[row])

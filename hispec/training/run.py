@@ -52,7 +52,7 @@ def run_training(
     """
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError(f"training needs the package accelerate: {install_command('train')}")
-    trains_on_cpu(config)
+    trains_on_cpu(config)  # or raises: ahead of hours of answers
     if config.loop is not None and not only_data:
         check_gpu(config)
     checkpoint = open_model(config.model)

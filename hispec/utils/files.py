@@ -15,10 +15,8 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError, cut, shown
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 def expanded(path: str | Path) -> Path:
@@ -50,13 +48,14 @@ def cache_dir() -> Path:
 def lock(descriptor: int) -> bool:
     """Locks an open file or folder until it is closed, or this process ends -> False if another process holds
     it. Where there are no locks everyone may."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks
-            pass
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
@@ -231,19 +232,25 @@ def test_rows_with_tiers_are_shown_token_by_token_and_escaped(tmp_path: Path) ->
     assert any("no manifest" in text for text in lacks) and any("where rounds end" in text for text in lacks)
 
 
+def page_of_counts(folder: Path, num_rows: int, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Page:
+    """The page of a job whose manifest has its counts changed."""
+    job = make_job(folder, prompts(num_rows), speculative=THREE_TIER)
+    run(job)
+    path = manifest_path(job.output.path)
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"counts": change(manifest["counts"])}))
+    return page_of(job.output.path)
+
+
 @pytest.mark.parametrize(("judged", "is_shown"), [(0, False), (5, False), (8, True)])
 def test_a_share_of_tentative_tokens_needs_a_check_of_all_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: int, is_shown: bool
 ) -> None:
     """Else it is the drafts' again, or a mixture of both."""
     install_fake_llm(monkeypatch)
-    job = make_job(tmp_path, prompts(4), speculative=THREE_TIER)
-    run(job)
-    path = manifest_path(job.output.path)
-    manifest = json.loads(path.read_text())
-    manifest["counts"] |= {"drafted": 8, "check_judged": judged, "check_kept": 0}
-    path.write_text(json.dumps(manifest))
-    names = [name for name, *_ in page_of(job.output.path).table("tier", "tokens", "share")]
+    changed = {"drafted": 8, "check_judged": judged, "check_kept": 0}
+    page = page_of_counts(tmp_path, 4, lambda counts: counts | changed)
+    names = [name for name, *_ in page.table("tier", "tokens", "share")]
     assert ("tentative tokens that verify kept" in names) == is_shown
 
 
@@ -291,13 +298,7 @@ def test_a_manifest_whose_counts_are_damaged_is_shown_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any] | None, words: str
 ) -> None:
     install_fake_llm(monkeypatch)
-    job = make_job(tmp_path, prompts(2), speculative=THREE_TIER)
-    run(job)
-    path = manifest_path(job.output.path)
-    manifest = json.loads(path.read_text())
-    manifest["counts"] = {"a": {"b": 1}} if damage is None else manifest["counts"] | damage
-    path.write_text(json.dumps(manifest))
-    page = page_of(job.output.path)
+    page = page_of_counts(tmp_path, 2, lambda counts: {"a": {"b": 1}} if damage is None else counts | damage)
     lacks = page.texts("p", _class="missing")
     assert any("what its manifest has counted: " in text and words in text for text in lacks)
     assert any(text.startswith("2 of 2 rows done") for text in page.texts("p")), "the rest is shown"

@@ -146,7 +146,6 @@ def test_a_gpu_that_training_would_not_take_is_refused(
     assert "set it to cuda, and CUDA_VISIBLE_DEVICES in the environment to" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.name == "nt", reason="folders are not locked there")
 def test_what_another_command_trains_into_is_left_alone(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
