@@ -25,8 +25,8 @@ PROMPTS = random_prompts([1, 6, 11])
 
 
 class Timed:
-    """An engine of static rounds under `laps`, by a clock that tells a millisecond more whenever it is asked;
-    and the seconds of the last step, as the recorder and the policy are told."""
+    """An engine of static rounds under `sjf` with aging, by a clock that tells a millisecond more whenever it
+    is asked; and the seconds of the last step, as the recorder and the policy are told."""
 
     def __init__(self, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -49,9 +49,11 @@ class Timed:
         monkeypatch.setattr(time, "perf_counter", clock)
         monkeypatch.setattr(Recorder, "record_round", spied_record)
         monkeypatch.setattr(RowOutcome, "make_service", spied_make)
-        laps, sizes = SchedulingConfig(policy="laps"), EngineConfig(max_num_seqs=4, max_model_len=112)
+        # Not one that preempts: it has the round in flight read before anybody joins.
+        shortest = SchedulingConfig(policy="sjf", max_slowdown=20.0)
+        sizes = EngineConfig(max_num_seqs=4, max_model_len=112)
         plan = build(SpeculativeConfig, ALL["ngram checks"])
-        self.engine = Engine(decoder, sizes, plan, scheduling=laps, is_static=True)
+        self.engine = Engine(decoder, sizes, plan, scheduling=shortest, is_static=True)
 
     def add(self, prompt: list[int], **params: Any) -> None:
         given = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, **params)
